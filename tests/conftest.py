@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import os
 import sys
@@ -25,9 +26,23 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a thread for each worker and for what
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
+# Of compiled passes, kernels alone need to be fast.
+os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+
 VOCAB = 264  # of the tiny target: 256 bytes, two special tokens, and padding beyond the tokenizer's table
 EOS_TEXT, PAD_TEXT = 256, 257
 PROMPTS = [[5, 9, 17, 5, 9], [40], [100, 7, 7, 7, 100, 7, 7, 31, 2, 100], [250, 3, 60]]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collections, which else walk over torch again and again."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """What runs afterwards finds all objects again."""
+    gc.unfreeze()
 
 
 def tiny_llama(seed: int = 0, vocab: int = VOCAB, spread: float = 0.25, **options: Any) -> Any:

@@ -176,12 +176,11 @@ def widened() -> Iterator[SpeculativeDecoder]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "_is_x86", lambda: True)
         patch.setattr(linear, "_multiplies_pairs", lambda: False)
-        model = tiny_llama().bfloat16()
-        yield decoder(model, TREE, [draft_for(model), "ngram"], compile=True)
+        yield decoder(tiny_llama().bfloat16(), compile=True)
 
 
 def test_passes_of_a_bfloat16_model_compute_in_float32_from_its_own_weights(widened: SpeculativeDecoder) -> None:
-    """Texts are those of the same weights in float32, whoever drafts; the model stays as it is, and is not copied."""
+    """Texts are those of the same weights in float32; the model stays as it is, and is not copied."""
     target = widened.target
     before = [(weight, weight.clone()) for weight in target.model.parameters()]
     assert widened.passes == "passes: compiled (float32)"

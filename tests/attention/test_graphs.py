@@ -1,7 +1,7 @@
 """Passes at fixed shapes: that a recorded pass, run again over other inputs, is the pass itself.
 
 A CUDA graph bakes in whatever a pass does not read from its tensors: numbers of Python, views, addresses.  On a CPU a
-trace does the same (`torch.fx`'s ``make_fx``: operators over the same memory, numbers as they were), so it stands in.
+list of its operators does the same, run again over the same memory with the numbers as they were, so it stands in.
 """
 
 import copy
@@ -10,10 +10,11 @@ import pytest
 import torch
 from conftest import PROMPTS, plain
 from test_heads import draft_for
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from specinfer import BestFirst, Expansion, SpeculativeDecoder
-from specinfer.attention import TreeCache, TreeModel, TreeSession
+from specinfer.attention import TreeModel
 from specinfer.attention.passes import graphs
 from specinfer.attention.passes.graphs import SEEN, Graphs
 from specinfer.common.tensors import size_bucket
@@ -23,10 +24,35 @@ NEW = 48  # tokens: every shape comes several times
 TREES = {"best-first": BestFirst(7, 3), "expansion": Expansion((2, 2))}
 
 
-def traced(run, places):
-    """Capture as a CUDA graph does, but by tracing; what replays it."""
-    trace = make_fx(lambda *values: run(dict(zip(places, values, strict=True))))(*places.values())
-    return lambda: trace(*places.values())
+class Tape(TorchDispatchMode):
+    """Operators with what they were given and what they returned, in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls.append((func, args, kwargs or {}, func(*args, **(kwargs or {}))))
+        return self.calls[-1][-1]
+
+
+def memory(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def recorded(run, places):
+    """Capture as a CUDA graph does, but on a tape; what replays it."""
+    with Tape() as tape:
+        outputs = run(places)
+
+    def replay():
+        for func, args, kwargs, result in tape.calls:
+            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and memory(old) != memory(new):  # else it is a view
+                    old.copy_(new)
+        return outputs
+
+    return replay
 
 
 # ---- sizes ----
@@ -109,17 +135,14 @@ def test_results_outlive_the_next_replay(monkeypatch, target):
 
 @pytest.fixture
 def replaying(monkeypatch):
-    """Models whose passes are traced and replayed; how many replays there were."""
+    """Models whose passes are recorded and replayed; how many replays there were."""
     count = []
 
     def capture(run, places):
-        replay = traced(run, places)
+        replay = recorded(run, places)
         return lambda: (count.append(1), replay())[1]
 
     monkeypatch.setattr(graphs, "CudaCapture", lambda: capture)
-    monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # whose tensors cannot be traced
-    for owner, name in ((TreeSession, "_feed"), *((TreeCache, name) for name in ("keep", "join", "restart"))):
-        monkeypatch.setattr(owner, name, torch.no_grad()(getattr(owner, name).__wrapped__))
     return count
 
 

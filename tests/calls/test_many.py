@@ -61,23 +61,23 @@ def taken(found):
 def trees_alike(made, temperature):
     """Run rows that join; return how many trees were compared with those that a row grows alone, ids always are.
 
-    The end of a text makes its last trees lower, so these are not compared.
+    Two rows run at a time, or three if they are sampled.  The end of a text makes its last trees lower, so these are
+    not compared.
     """
     compared = 0
     prompts = [{**prompt, "max_new_tokens": 2 * new + 4} for prompt, new in zip(own(), BUDGETS, strict=True)]
     every = [made.generate(**prompt, temperature=temperature) for prompt in prompts]
-    for max_rows in (2, 3):
-        found = taken(made.generate_many(prompts, max_rows=max_rows, temperature=temperature))
-        for prompt, alone, result in zip(prompts, every, found, strict=True):
-            assert result.token_ids == alone.token_ids
-            left = prompt["max_new_tokens"]
-            for step, wanted in zip(result.steps, alone.steps, strict=False):
-                if left <= TREE.max_depth + 1:
-                    break
-                alike = step.tree.tokens.tolist() == wanted.tree.tokens.tolist()
-                assert alike or made.drafts[0].name in LEARN_FROM_OTHERS
-                compared += alike and len(step.tree) > 1
-                left -= len(step.tokens)
+    found = taken(made.generate_many(prompts, max_rows=2 + bool(temperature), temperature=temperature))
+    for prompt, alone, result in zip(prompts, every, found, strict=True):
+        assert result.token_ids == alone.token_ids
+        left = prompt["max_new_tokens"]
+        for step, wanted in zip(result.steps, alone.steps, strict=False):
+            if left <= TREE.max_depth + 1:
+                break
+            alike = step.tree.tokens.tolist() == wanted.tree.tokens.tolist()
+            assert alike or made.drafts[0].name in LEARN_FROM_OTHERS
+            compared += alike and len(step.tree) > 1
+            left -= len(step.tokens)
     return compared
 
 
@@ -86,7 +86,7 @@ def trees_alike(made, temperature):
 def test_rows_that_join_are_what_they_are_alone(target, kind, temperature):
     """Ids, and the trees that drafts grew."""
     made = decoder(target, DRAFTS[kind](target), BestFirst(80, 9) if kind == "lookahead" else TREE)
-    assert trees_alike(made, temperature) > 10 or kind in LEARN_FROM_OTHERS
+    assert trees_alike(made, temperature) > 3 or kind in LEARN_FROM_OTHERS
 
 
 @pytest.mark.parametrize("tree", ["auto", None, Chain(3), Expansion((2, 1)), Sampled((2, 2))], ids=str)

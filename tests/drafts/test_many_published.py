@@ -1,7 +1,9 @@
 """Rows that join a running batch, with published heads and a target's own layer: ids and trees are those alone.
 
-Every format keeps something of each row (states, caches, roots), and all of it must join.
+Every format keeps something of each row (states, caches, roots), and all of it must join: greedily or sampled, in turn.
 """
+
+from itertools import cycle
 
 import pytest
 import test_mtp
@@ -24,16 +26,14 @@ def deep():
     return tiny_llama(num_hidden_layers=eagle.LAYERS)
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("kind", eagle.FORMATS)
+@pytest.mark.parametrize(("kind", "temperature"), [*zip(eagle.FORMATS, cycle([0, 1]))])
 def test_eagle(deep, kind, temperature, tmp_path):
     path = eagle.write(tmp_path / "head", *eagle.random_head(kind, 3))
     rule = load_published(path).network.conventions(eagle.LAYERS)[0]
     assert trees_alike(decoder(deep, [load_published(path, rule)]), temperature) > 10
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("kind", dflash.KINDS)
+@pytest.mark.parametrize(("kind", "temperature"), [*zip(dflash.KINDS, cycle([0, 1]))])
 def test_block_heads(kind, temperature, tmp_path):
     draft = dflash.load(dflash.random_head(tmp_path / "head", kind, 0)[0])
     assert trees_alike(decoder(dflash.target.__wrapped__(), [draft]), temperature) > 10

@@ -487,12 +487,18 @@ def test_the_measured_convention_is_the_one_a_head_was_trained_under(small, text
     assert len(result.steps) < 20
 
 
+@pytest.fixture(scope="module")
+def fitting(small, text):
+    """A head that knows the text, under the usual convention."""
+    return taught(small, text, Convention((2, 3, 5), ()))
+
+
 @pytest.mark.parametrize("damaged", [False, True])
-def test_the_check_of_drafts_says_how_a_head_fits(small, text, tmp_path, monkeypatch, damaged):
+def test_the_check_of_drafts_says_how_a_head_fits(small, fitting, tmp_path, monkeypatch, damaged):
     """Its convention comes first; a head whose last norm is lost is bad, and refused where nobody checks it."""
     for name in ("STEPS", "ROUNDS"):  # no test reads times
         monkeypatch.setattr(pass_costs, name, 1)
-    config, weights = checkpoint(taught(small, text, Convention((2, 3, 5), ())))
+    config, weights = checkpoint(fitting)
     if damaged:
         weights["norm.weight"] = weights["norm.weight"] * torch.linspace(-2, 2, SIZE)
     path = write(tmp_path / "head", config | {"target_layer_ids": IDS}, weights)
