@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import test_families as families
 import test_stateful as recurrent
+import typer
 import yaml
 
 import specinfer.loading
+from specinfer import cli
 from specinfer.prompts import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -147,6 +149,19 @@ def test_commands_read_what_is_there_and_write_what_git_ignores():
     assert "/out/" in (ROOT / ".gitignore").read_text().split()
     scripts = "".join(path.read_text() for path in [*ROOT.glob("benchmarks/*.py"), *EXAMPLES])
     assert [name for name in re.findall(r"prompts/\w+\.jsonl", scripts) if not (ROOT / name).exists()] == []
+
+
+def test_commands_on_pages_have_these_options():
+    """Of each `specinfer COMMAND --option` in blocks and in sentences, the command and its options exist."""
+    texts = [page.read_text().replace("\\\n", " ") for page in PAGES if page.name not in ("cli.md", "performance.md")]
+    used = [found for text in texts for found in re.findall(r"(?<=specinfer )([a-z-]+)([^#`&|\n]*)", text)]
+    commands = {
+        name: {option for parameter in command.params for option in parameter.opts}
+        for name, command in typer.main.get_group(cli.app).commands.items()
+    }
+    asked = [(name, option) for name, rest in used for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)]
+    assert len(asked) > 60
+    assert [(name, option) for name, option in asked if option not in {"--help", *commands.get(name, ())}] == []
 
 
 def test_who_installs_the_default_targets_file_installs_what_reads_it():
