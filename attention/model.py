@@ -106,9 +106,6 @@ class TreeSession:
             tensors: its inputs.
             slots: how many of each row it writes at most.
             kind: of run.
-
-        Raises:
-            UnsupportedModel: it cannot be captured.
         """
         assert isinstance(self.repeated, GraphedPass)
         started, graphed = perf_counter(), self.repeated

@@ -48,6 +48,7 @@ class Graphs:
         self.made: dict[Hashable, tuple[Tensors, Replay]] = {}  # the one used last is the last one
         self.held: dict[Hashable, int] = {}  # bytes of their inputs and outputs
         self.memory: Hashable = None  # that `made` was captured with
+        self.refused: set[Hashable] = set()  # kinds that cannot be captured
 
     def __call__(
         self, run: Function, tensors: Mapping[str, Tensor], memory: Hashable, kind: Hashable = None
@@ -143,7 +144,7 @@ class GraphedPass(Pass):
     ) -> tuple[Tensor, ...]:
         """Run what feeds several passes between two commits, from a graph of all of them if there is one.
 
-        What the passes wrote is forgotten.
+        What the passes wrote is forgotten.  What cannot be captured runs as it is.
 
         Args:
             run: as in `Graphs`; its passes are the inner one's, over rows that have as many nodes each.
@@ -158,8 +159,14 @@ class GraphedPass(Pass):
             with cache.locate(given["lengths"], kv_length):
                 return run(given)
 
-        lengths = on_device(cache.lengths, next(iter(tensors.values())).device)
-        outputs = self.graphs(located, {**tensors, "lengths": lengths}, cache.addresses, (kind, kv_length))
+        given = {**tensors, "lengths": on_device(cache.lengths, next(iter(tensors.values())).device)}
+        if kind in self.graphs.refused:
+            return located(given)
+        try:
+            outputs = self.graphs(located, given, cache.addresses, (kind, kv_length))
+        except UnsupportedModel:  # by what is done between the passes, which may wait for the device
+            self.graphs.refused.add(kind)
+            return located(given)
         self.first += self.graphs.is_new
         return outputs
 

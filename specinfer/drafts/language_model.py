@@ -100,7 +100,8 @@ class ModelDraftSession(DraftRows, Clocked):
 
     def grow(self, policy: Policy, source: Source, depth: int) -> Growth:
         """Return what a policy grows on the source: all levels below the root's from one graph, if there are graphs."""
-        repeats = self.repeats and self.session.replays and self.device.type != "cpu"  # where policies look at values
+        settings = self.context.processors.settings  # which a graph holds as they are
+        repeats = self.repeats and self.session.replays and settings is not None and self.device.type != "cpu"
         deepest = max(depth, min(self.levels_left()))  # the engine cuts what is too deep; few sizes come
         settled = policy.settled(source, deepest) if repeats else None
         if settled is None or not settled.max_nodes or not settled.max_depth:
@@ -109,7 +110,7 @@ class ModelDraftSession(DraftRows, Clocked):
         given = {"logits": self._root_logits(), **self.beside_root(levels)}
         run = partial(self._grown_below, settled, source)
         tokens, parents, scores, valid, *fed = self.session.several(
-            run, given, max(nodes * levels, padded_width(nodes)), settled
+            run, given, max(nodes * levels, padded_width(nodes)), (settled, settings)
         )
         self.level, self.given, self.session.passes = None, {}, self.session.passes + levels - 1
         self.fed = [Frontier(*level) for level in zip(fed[::3], fed[1::3], fed[2::3], range(1, levels), strict=False)]

@@ -7,7 +7,7 @@ sampling adds noise first.  Processors that read ``input_ids`` (repetition penal
 see each node's own path.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from math import inf
 from typing import Any
 
@@ -35,6 +35,17 @@ class Processors:
         self.constraint = next((each for each in self.chain if isinstance(each, Constraint)), None)
         self.reads_path = any(each.reads_path for each in self.chain)
         self.in_order = not all(each.stateless for each in self.chain)  # nodes go as the text does, each once
+
+    @property
+    def settings(self) -> Hashable:
+        """What the processors are, if numbers say it all: then they do the same to all logits; else None."""
+        found: list[tuple[type, tuple[tuple[str, object], ...]]] = []
+        for each in self.chain:
+            if not isinstance(each, RowFunction) or not each.stateless:
+                return None
+            found.append((type(each.function), tuple(vars(each.function).items())))
+        is_plain = all(isinstance(value, int | float | None) for _, pairs in found for _, value in pairs)
+        return tuple(found) if is_plain else None
 
     @classmethod
     def of(cls, settings: GenerationSettings, prompt_length: int, device: torch.device) -> "Processors":

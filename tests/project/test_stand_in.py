@@ -363,3 +363,19 @@ def test_masks_of_several_kinds_of_layers_are_replayed(device: StandIn) -> None:
         texts.append(decoder.generate(PROMPTS[2], max_new_tokens=30, **GREEDY).token_ids)
     assert texts[0] == texts[1]
     assert device.launches["graph"] > 10
+
+
+@pytest.mark.parametrize("warper", [{"temperature": 0.5}, {"top_k": 3}, {"eta_cutoff": 0.01}, {"top_h": 0.4}], ids=str)
+def test_a_graph_of_a_tree_holds_the_settings_it_was_made_with(
+    host: Side, there: Side, device: StandIn, warper: dict[str, float]
+) -> None:
+    """Other settings are other graphs, and what waits between levels is in none: all draft as the CPU does."""
+    options = {"max_new_tokens": 30, "seed": 3}
+    decoder = there.decoder("head", TREE, graphs=True)
+    decoder.generate(PROMPTS[2], temperature=1.5, **options)
+    found = decoder.generate(PROMPTS[2], **{"temperature": 1.0, **warper}, **options)
+    wanted = host.decoder("head", TREE).generate(PROMPTS[2], **{"temperature": 1.0, **warper}, **options)
+    assert found.token_ids == wanted.token_ids
+    trees, others = ([step.tree.tokens.tolist() for step in each.steps[:-6]] for each in (found, wanted))
+    assert trees == others  # before the end, where the CPU's are not grown beyond it
+    assert len(trees) > 10
