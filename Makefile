@@ -6,6 +6,7 @@
 #   make lint         ruff and mypy
 #   make notebooks    make the notebooks from their texts, and run them; `make -j 2 notebooks` runs two at a time
 #   make docs         build the site of README and docs/ into out/site; a link that leads nowhere is an error
+#   make figures      run the benchmarks that the pages quote, and write their tables and plots; `FAST=1` takes few prompts
 #   make wheel-test   build the wheel, see that it holds every file, and test it where the sources are not
 #   make clean        remove what these made
 #
@@ -31,7 +32,7 @@ SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 # Modules are compiled once and kept, whatever the machine says: tests and notebooks start a hundred processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest lint docs notebooks wheel-test clean install $(NOTEBOOKS)
+.PHONY: demo test test-oldest lint docs notebooks figures wheel-test clean install $(NOTEBOOKS)
 
 demo: $(VENV)/.demo
 	-$(BIN)/specinfer compile
@@ -55,6 +56,9 @@ notebooks: $(NOTEBOOKS)
 
 $(NOTEBOOKS): %.ipynb: %.py $(VENV)/.notebooks
 	$(BIN)/python notebooks/make.py $<
+
+figures: $(VENV)/.dev
+	$(BIN)/python benchmarks/figures.py $(if $(FAST),--fast)
 
 # The second environment sees the first one's packages through a .pth file, so that torch is not installed twice;
 # the editable install is not seen that way, and -P keeps the current folder off the path.

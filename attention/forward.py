@@ -26,7 +26,7 @@ Outputs = tuple[Tensor, ...]
 
 CACHES = ("past_key_values", "cache_params", "state")  # names of caches in forwards
 LISTED = 6  # numbers of layers in a message
-# of attention on a GPU, but cuDNN's, which plans anew for every length: 50 ms to 1 s on an H200 (docs/performance.md)
+# of attention on a GPU, but cuDNN's, which plans anew for every length: 50 ms to 1 s on an H200 (docs/gpu.md)
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 

@@ -153,7 +153,7 @@ def compile_package(graph: fx.GraphModule, path: Path) -> None:
 
     For a GPU the package holds kernels and the Python that launches them, which a CUDA graph does once.  Packages of
     AOTInductor ended the process that loaded them, in ``std::regex``: even one of ``relu(x @ w)`` did, on the one
-    machine that was tried, with torch 2.11 (docs/performance.md).
+    machine that was tried, with torch 2.11 (docs/gpu.md).
 
     Args:
         graph: with tensors as inputs and outputs.

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,12 @@ def load_target(name: str | None, dtype: str) -> tuple[Any, Any]:
     """Return a target model and its tokenizer."""
     loaded = load(name, dtype)
     return loaded.model, loaded.tokenizer
+
+
+def weight_bytes(model: Any) -> int:
+    """Return the bytes of a model's weights, each counted once; a quantised file's are buffers."""
+    packed = {buffer for name, buffer in model.named_buffers() if name.endswith(".packed")}
+    return sum(weight.nbytes for weight in {*model.parameters(), *packed})
 
 
 def load_models(args: argparse.Namespace, dtype: str) -> tuple[Any, Any, list[Any]]:
@@ -94,6 +100,12 @@ class Worker:
         if not line:
             raise SystemExit("a worker ended: see above")
         return json.loads(line)
+
+
+def print_rows(rows: Iterable[dict[str, Any]]) -> None:
+    """Print a table for programs: a JSON object a line, as `figures.py` reads it."""
+    for row in rows:
+        print(json.dumps(row), flush=True)
 
 
 def serve(answer: Callable[..., Any]) -> None:

@@ -2,7 +2,7 @@
 
     python benchmarks/drafts.py --prompts prompts/code.jsonl prompts/chat.jsonl [--count 16] [--max-new-tokens 64]
         [--target DIR] [--drafts ngram suffix recycling suffix+recycling lookahead bundled FOLDER ...]
-        [--trees auto best-first]
+        [--trees auto best-first] [--json]
 
 Drafts joined by + are merged.  All take turns, prompt by prompt, after one prompt that warms up; every set of drafts
 keeps what it learns from earlier prompts.  The wall is the median over prompts of a draft's tokens a second over those
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any, NamedTuple
 
-from common import load_target, parser, policies, read_prompts
+from common import load_target, parser, policies, print_rows, read_prompts
 from peers import interval
 
 from specinfer import Result, SpeculativeDecoder
@@ -40,15 +40,15 @@ class Row(NamedTuple):
         return cls(len(result.token_ids), stats.target_passes, seconds, drafting, stats.tree_sizes.nodes_per_step)
 
 
-def line(name: str, rows: list[Row], plain: list[Row]) -> str:
-    """Return one line of the table."""
+def figures(name: str, rows: list[Row], plain: list[Row]) -> dict[str, Any]:
+    """Return what a set of drafts gained."""
     steps = sum(row.passes for row in rows)
     tokens = sum(row.tokens for row in rows)
     rates = [(row.tokens / row.seconds) / (base.tokens / base.seconds) for row, base in zip(rows, plain, strict=True)]
     low, high = interval(rates)
     drafting, nodes = 1e3 * sum(row.drafting for row in rows) / steps, sum(row.nodes * row.passes for row in rows)
-    wall = f"{median(rates):5.2f} [{low:.2f}, {high:.2f}] {min(rates):6.2f}"
-    return f"{name:36} {tokens / steps:11.2f} {nodes / steps:10.1f} {drafting:13.1f} {wall}"
+    passes = {"tokens/pass": tokens / steps, "nodes": nodes / steps, "ms": drafting}
+    return {"drafts": name, **passes, "ratio": median(rates), "low": low, "high": high, "worst": min(rates)}
 
 
 def main() -> None:
@@ -58,6 +58,7 @@ def main() -> None:
     p.add_argument("--trees", nargs="+", choices=("auto", "best-first", "chain", "expansion"), default=["auto"])
     p.add_argument("--dtype", default="auto")
     p.add_argument("--temperature", type=float, default=0.0)
+    p.add_argument("--json", action="store_true", help="print a JSON object a row in place of the table")
     args = p.parse_args()
     model, tokenizer = load_target(args.target, args.dtype)
 
@@ -80,10 +81,16 @@ def main() -> None:
         for name, result in results.items():
             rows[name].append(Row.of(result))
             different[name] += result.token_ids != results[PLAIN].token_ids
+    found = [{**figures(name, rows[name], rows[PLAIN]), "different": different[name]} for name in decode]
+    if args.json:
+        print_rows(found)
+        return
     print(f"T = {args.temperature:g}, {len(rows[PLAIN])} prompts, {args.max_new_tokens} new tokens, {model.dtype}")
     print(f"{'drafts, tree':36} tokens/pass nodes/step draft ms/step  wall against plain, worst")
-    for name in decode:
-        print(line(name, rows[name], rows[PLAIN]), f"({different[name]} texts differ)" if different[name] else "")
+    for row in found:
+        passes = "{drafts:36} {tokens/pass:11.2f} {nodes:10.1f} {ms:13.1f}".format(**row)
+        wall = "{ratio:5.2f} [{low:.2f}, {high:.2f}] {worst:6.2f}".format(**row)
+        print(passes, wall, f"({row['different']} texts differ)" if row["different"] else "")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ second of all rows, the median over texts; "auto / plain" is the median ratio, "
 s" the median seconds to read the prompts.
 
     batch     rows that are decoded together, other prompts for every text
-    context   the prompts joined and cut, then a question, so many tokens in all
+    context   the prompts joined, or other text, and cut, then a question, so many tokens in all
     nodes     best-first trees of 8 levels: milliseconds of a step without the passes of target and drafts, the median;
               those of a drafted node in microseconds; and how they grow: the power of the nodes from the row above
     tokens    new tokens of a text, from the first one
@@ -33,7 +33,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from common import decoder, read_prompts
+from common import decoder, print_rows, read_prompts
 from report import Case, Report, Row, table
 from steps import Ids
 from targets import PROMPTS, Subject, pair
@@ -164,13 +164,15 @@ class Growth:
 
     Attributes:
         subject: the target, its drafts, and prompts that suit long texts.
-        texts: prompts for batches and contexts.
+        texts: prompts for batches.
+        long: a text that contexts are cut from.
         sizes: what is measured.
         decoders: by method.
     """
 
     subject: Subject
     texts: Sequence[str]
+    long: str
     sizes: Sizes
     decoders: dict[str, SpeculativeDecoder]
 
@@ -207,7 +209,7 @@ class Growth:
 
     def context(self, length: int) -> list[Row]:
         """Measure after a prompt of so many tokens, or of as many as leave room for the text."""
-        joined = self.ids("\n\n".join(self.texts), raw=True)
+        joined = self.ids(self.long, raw=True)
         room = self.subject.model.config.max_position_embeddings - 2 * self.stops()[-1]
         cut = min(length, room, len(joined))
         count = min(self.sizes.texts, max(1, min(self.sizes.contexts[-1], len(joined)) // length))
@@ -261,7 +263,8 @@ def measure(args: argparse.Namespace) -> Row:
     decoders = {name: decoder(subject.model, subject.tokenizer, subject.drafts, tree) for name, tree in trees.items()}
     texts = read_prompts(args.prompts, args.count) if args.prompts else PROMPTS
     texts = random.Random(0).sample(texts, len(texts))  # every batch has prompts of all files
-    growth = Growth(subject, texts, SMALL if args.tiny else REAL, decoders)
+    long = [path.read_text() for path in args.context] or texts
+    growth = Growth(subject, texts, "\n\n".join(long), SMALL if args.tiny else REAL, decoders)
     facts = {
         "target": subject.name,
         "dtype": dtype,
@@ -289,19 +292,21 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--prompts", nargs="+", type=Path, default=[], help='JSON lines with "prompt" and "split"')
     p.add_argument("--count", type=int, default=320, help="prompts in all, split evenly between the files")
+    p.add_argument("--context", nargs="+", type=Path, default=[], help="files of text that contexts are cut from")
     p.add_argument("--parts", nargs="+", choices=[*SHARES], default=[*SHARES])
     p.add_argument("--minutes", type=float, default=11.0, help="after which no case begins")
     p.add_argument("--target", help="hub name or folder; default SmolLM2-135M-Instruct")
     p.add_argument("--draft", action="append", default=[], help="repeat to merge")
     p.add_argument("--dtype", default="auto")
     p.add_argument("--out", type=Path, help="a JSON file")
+    p.add_argument("--json", action="store_true", help="print a JSON object a row in place of the tables")
     p.add_argument("--tiny", action="store_true", help="a tiny model")
     p.add_argument("--report", type=Path, help="a file that was written before")
     args = p.parse_args()
     if not (args.prompts or args.tiny or args.report):
         p.error("batches and contexts are made of real text: give --prompts")
     data = json.loads(args.report.read_text()) if args.report else measure(args)
-    print(tables(data))
+    print_rows(row for part in SHARES for row in data[part]) if args.json else print(tables(data))
     sys.exit(int(data["failures"] > 0))
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/many.py --prompts prompts/code.jsonl prompts/chat.jsonl --count 32 --max-new-tokens 64
         --rows 1 4 16 [--rounds 2] [--vary] [--dtype float32] [--methods auto plain generate generate_batch] [--steps]
-        [--out FILE]
+        [--out FILE] [--json]
 
 ``generate_many`` with ``auto`` and without speculation (plain), transformers' ``generate`` on batches of so many rows,
 padded on the left, in the order of the file, and its continuous batching, ``generate_batch``, with as many requests a
@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from common import read_prompts
+from common import print_rows, read_prompts
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from specinfer import SpeculativeDecoder
@@ -108,14 +108,12 @@ def in_turns(args: argparse.Namespace, made: dict[str, SpeculativeDecoder], rows
     return rounds
 
 
-def compare_steps(args: argparse.Namespace) -> list[dict[str, float]]:
-    """Print and return the ratio of auto to plain for each number of rows, and its standard error."""
-    made, measured = decoders(args), []
+def compare_steps(args: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """Yield the ratio of auto to plain for each number of rows, and its standard error."""
+    made = decoders(args)
     for rows in args.rows:
         ratios = [spent["plain"] / spent["auto"] for spent in in_turns(args, made, rows)[1:]]
-        measured.append({"rows": rows, "ratio": median(ratios), "error": stdev(ratios) / len(ratios) ** 0.5})
-        print(" | ".join(f"{key} {value:.4g}" for key, value in measured[-1].items()), flush=True)
-    return measured
+        yield {"rows": rows, "ratio": median(ratios), "error": stdev(ratios) / len(ratios) ** 0.5}
 
 
 def new_tokens(args: argparse.Namespace, number: int) -> int:
@@ -143,19 +141,23 @@ def main() -> None:
     p.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS[:3])
     p.add_argument("--steps", action="store_true", help="auto and plain alone, step by step in turns; 3 rounds or more")
     p.add_argument("--out", type=Path)
+    p.add_argument("--json", action="store_true", help="print a JSON object a row in place of the table")
     args = p.parse_args()
     if args.steps and args.rounds < 3:
         p.error("--steps leaves the first round out: ask for --rounds 3 or more")
     if args.vary and "generate_batch" in args.methods and not args.steps:
         p.error("generate_batch takes one length for all texts: leave it out, or --vary")
-    measured = compare_steps(args) if args.steps else compare_runs(args)
+    measured = []
+    for row in compare_steps(args) if args.steps else compare_runs(args):
+        measured.append(row)
+        print_rows([row]) if args.json else print(" | ".join(f"{key} {value:.4g}" for key, value in row.items()))
     if args.out:
         args.out.write_text(json.dumps(measured, indent=1))
 
 
-def compare_runs(args: argparse.Namespace) -> list[dict[str, float]]:
-    """Print and return the rates of the methods for each number of rows."""
-    runs, measured = methods(args), []
+def compare_runs(args: argparse.Namespace) -> Iterator[dict[str, float]]:
+    """Yield the rates of the methods for each number of rows."""
+    runs = methods(args)
     for rows in args.rows:
         rates: dict[str, list[float]] = {name: [] for name in runs}
         for number in range(args.rounds):
@@ -163,11 +165,10 @@ def compare_runs(args: argparse.Namespace) -> list[dict[str, float]]:
                 started = perf_counter()
                 tokens = run(rows)
                 rates[name].append(tokens / (perf_counter() - started))
-        measured.append({"rows": rows, **{name: median(found) for name, found in rates.items()}})
+        row = {"rows": rows, **{name: median(found) for name, found in rates.items()}}
         if {"auto", "plain"} <= rates.keys():
-            measured[-1]["ratio"] = median(a / b for a, b in zip(rates["auto"], rates["plain"], strict=True))
-        print(" | ".join(f"{key} {value:.4g}" for key, value in measured[-1].items()), flush=True)
-    return measured
+            row["ratio"] = median(a / b for a, b in zip(rates["auto"], rates["plain"], strict=True))
+        yield row
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
     python benchmarks/memory.py --target DIR --prompts prompts/chat.jsonl --count 200
 
-Prints the process's resident set at its peak and after groups of calls, in MiB.  Linux only (reads /proc).
+Prints one JSON object, in MiB: the weights that a target holds, and the process's resident set with all models read,
+after the first call, after every fiftieth and the last one, and at its peak.  Linux only (reads /proc).
 """
 
-import json
 from pathlib import Path
 
-from common import decoder, load_models, parser, policies, read_prompts
+from common import decoder, load_models, parser, policies, print_rows, read_prompts, weight_bytes
 from tqdm import tqdm
 
 
@@ -20,17 +20,18 @@ def resident(field: str) -> float:
 
 def main() -> None:
     """Generate many times and print one JSON object."""
-    args = parser(__doc__).parse_args()
-    model, tokenizer, drafts = load_models(args, "bfloat16")
+    p = parser(__doc__)
+    p.add_argument("--dtype", default="auto")
+    args = p.parse_args()
+    model, tokenizer, drafts = load_models(args, args.dtype)
     prompts = read_prompts(args.prompts, 8)  # only few: kernels keep buffers for every new shape
     engine = decoder(model, tokenizer, drafts, policies(args.nodes, args.depth)["best-first"])
-    weights = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
-    after = {}
+    found = {"weights": weight_bytes(model) / 2**20, "read": resident("VmRSS"), "calls": args.count}
     for call in tqdm(range(1, args.count + 1)):
         engine.generate(prompts[call % len(prompts)], max_new_tokens=args.max_new_tokens, temperature=0)
-        if call in (1, 8, 16) or call % 50 == 0:
-            after[call] = round(resident("VmRSS"), 1)
-    print(json.dumps({"weights_mib": round(weights, 1), "rss_mib_after_call": after, "peak_mib": resident("VmHWM")}))
+        if call == 1 or call % 50 == 0 or call == args.count:
+            found[{1: "first", args.count: "last"}.get(call, str(call))] = resident("VmRSS")
+    print_rows([{**found, "peak": resident("VmHWM")}])
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     specinfer compile [--target DIR] [--dtype float32]
     python benchmarks/passes.py [--target DIR] [--dtype float32] [--prefix 200] [--rounds 15] [--rows 1]
-        [--other PYTHON]
+        [--other PYTHON] [--json]
 
 The bound is the bytes of the weights that a pass reads, divided by the bandwidth, which is measured by summing an array
 that no cache holds.  All take turns in one run; figures are medians, in milliseconds.  ``--other`` is the interpreter
@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from common import Worker, serve
+from common import Worker, print_rows, serve, weight_bytes
 
 NODES = (1, 2, 4, 8, 16, 24, 32)
 LEVEL = (1, 2, 4, 8)
@@ -74,9 +74,7 @@ def worker(target: str | None, dtype: str, rows: int, prefix: int) -> None:
 
     def answer(kind: str = "", nodes: int = 1) -> Any:
         if not kind:
-            packed = {buffer for name, buffer in loaded.model.named_buffers() if name.endswith(".packed")}
-            weights = sum(weight.nbytes for weight in {*loaded.model.parameters(), *packed})
-            return {"kinds": list(passes), "weights": weights, "dtype": str(loaded.model.dtype)}
+            return {"kinds": list(passes), "weights": weight_bytes(loaded.model), "dtype": str(loaded.model.dtype)}
         session, model, engine, extra = passes[kind]
         layout = lay_out_chains([list(range(nodes))] * rows, model.device)
         states = {name: torch.randn(rows * nodes, size).to(model.dtype) for name, size in extra.items()}
@@ -99,6 +97,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--other")
+    parser.add_argument("--json", action="store_true", help="print a JSON object a row in place of the table")
     parser.add_argument("--worker", action="store_true")
     args = parser.parse_args()
     if args.worker:
@@ -110,7 +109,6 @@ def main() -> None:
     if args.other:
         workers["other "] = Worker(args.other, __file__, *options)
     facts = workers[""].ask()
-    print(f"{facts['dtype']}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
     kinds = [(who, kind) for kind in facts["kinds"] for who in workers if not (who and kind.startswith("plain"))]
     seconds: dict[tuple[str, str, int], list[float]] = {
         (who, kind, nodes): [] for who, kind in kinds for nodes in (LEVEL if "level" in kind else NODES)
@@ -120,14 +118,21 @@ def main() -> None:
             taken = workers[who].ask(kind=kind, nodes=nodes)
             if turn > 1:  # the first ones warm up
                 seconds[who, kind, nodes].append(taken)
+    found: dict[str, dict[str, Any]] = {f"{who}{kind}": {} for who, kind in kinds}
+    for (who, kind, nodes), values in seconds.items():
+        found[f"{who}{kind}"][f"{nodes} nodes"] = 1e3 * median(values)
     rate = bandwidth()
-    print(
-        f"{facts['weights'] / 1e6:.0f} MB of weights at {rate / 1e9:.1f} GB/s: {1e3 * facts['weights'] / rate:.1f} ms"
-    )
+    bound = {"MB": facts["weights"] / 1e6, "GB/s": rate / 1e9, "1 nodes": 1e3 * facts["weights"] / rate}
+    rows = [{"pass": name, **row} for name, row in found.items()] + [{"pass": "bound", **bound}]
+    if args.json:
+        print_rows(rows)
+        return
+    print(f"{facts['dtype']}, {torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads")
+    print(f"{bound['MB']:.0f} MB of weights at {bound['GB/s']:.1f} GB/s: {bound['1 nodes']:.1f} ms")
     print(f"nodes of {args.rows}".ljust(16), *(f"{nodes:6}" for nodes in NODES))
-    for who, kind in kinds:
-        row = [seconds.get((who, kind, nodes)) for nodes in NODES]
-        print(f"{who}{kind}".ljust(16), *(f"{1e3 * median(values):6.1f}" if values else "     -" for values in row))
+    for row in rows[:-1]:
+        figures = (row.get(f"{nodes} nodes") for nodes in NODES)
+        print(row["pass"].ljust(16), *(f"{value:6.1f}" if value else "     -" for value in figures))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py --prompts prompts/code.jsonl prompts/chat.jsonl --count 16 --max-new-tokens 64
         [--target DIR] [--draft NAME ...] [--dtype float32] [--temperature 1] [--methods plain auto generate ...]
-        [--assistant DIR] [--quantize int8 int4] [--other PYTHON] [--llama PYTHON GGUF [GGUF ...]]
+        [--assistant DIR] [--quantize int8 int4] [--other PYTHON] [--llama PYTHON GGUF [GGUF ...]] [--json]
 
 ``--quantize`` adds `auto` and `plain` of the target rounded to so many bits, with the same drafts.
 ``--other`` is the interpreter of an environment with another version of specinfer, ``--llama`` of one with
@@ -22,7 +22,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from common import Worker, read_prompts, serve
+from common import Worker, print_rows, read_prompts, serve
 
 FILES = {"f32": 0, "bf16": 32}  # llama.cpp's numbers of file types
 
@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--requantise", nargs=2, metavar=("GGUF", "FOLDER"))
     parser.add_argument("--out", type=Path, help="JSON lines, one a measurement")
+    parser.add_argument("--json", action="store_true", help="print a JSON object a row in place of the table")
     parser.add_argument("--worker")
     args = parser.parse_args()
     if args.requantise:
@@ -189,16 +190,37 @@ def compare(args: argparse.Namespace) -> None:
                     line = {"method": name, "prompt": text, "tokens": count, "seconds": seconds, "passes": taken}
                     print(json.dumps(line), file=file)
         print(f"{turn + 1}", file=sys.stderr, flush=True)
-    first = next(iter(asked))
-    print(f"{'':24}{'tokens/s':>9}   {first} / it, median, worst prompt    same ids  tokens per pass")
-    for name in asked:
+    found = summaries(rates, texts, passes)
+    print_rows(found) if args.json else print_table(found)
+
+
+def summaries(
+    rates: dict[str, list[float]], texts: dict[str, list[Any]], passes: dict[str, list[int | None]]
+) -> list[dict[str, Any]]:
+    """Return the figures of each method; ratios are the first one's to it."""
+    first, found = next(iter(rates)), []
+    for name in rates:
         ratios = [a / b for a, b in zip(rates[first], rates[name], strict=True)]
         low, high = interval(ratios)
-        same = sum(a == b for a, b in zip(texts[first], texts[name], strict=True))
-        figures = f"{median(ratios):.2f} [{low:.2f}, {high:.2f}], {min(ratios):.2f}"
-        counted = [taken for taken in passes[name] if taken is not None]
-        each = f"{sum(map(len, texts[name])) / sum(counted):.2f}" if counted else "-"
-        print(f"{name:24}{median(rates[name]):9.1f}   {figures:36} {same}/{len(ratios):<8} {each}")
+        row: dict[str, Any] = {"method": name, "tokens/s": median(rates[name])}
+        if name != first:
+            same = sum(a == b for a, b in zip(texts[first], texts[name], strict=True))
+            row |= {"ratio": median(ratios), "low": low, "high": high, "worst": min(ratios)}
+            row |= {"same ids": same, "prompts": len(ratios)}
+        if counted := [taken for taken in passes[name] if taken is not None]:
+            row["tokens/pass"] = sum(map(len, texts[name])) / sum(counted)
+        found.append(row)
+    return found
+
+
+def print_table(found: list[dict[str, Any]]) -> None:
+    """Print the figures of all methods."""
+    print(f"{'':24} tokens/s  tokens/pass   {found[0]['method']} / it, median, worst prompt      same ids")
+    for row in found:
+        each = f"{row['tokens/pass']:.2f}" if "tokens/pass" in row else "-"
+        ratio = "{ratio:.2f} [{low:.2f}, {high:.2f}], {worst:.2f}".format(**row) if "ratio" in row else ""
+        same = f"{row['same ids']} of {row['prompts']}" if "ratio" in row else ""
+        print(f"{row['method']:24}{row['tokens/s']:9.1f}  {each:>11}   {ratio:36} {same}")
 
 
 if __name__ == "__main__":

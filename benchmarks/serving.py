@@ -1,25 +1,30 @@
 """Servers under load: texts of some clients at once, streamed, from several servers in turns.
 
-    specinfer serve --port 8001 &
-    specinfer serve --port 8002 --tree none &
     python benchmarks/serving.py --prompts prompts/chat.jsonl prompts/code.jsonl --clients 1 4 16
-        --server auto=http://127.0.0.1:8001/v1 --server plain=http://127.0.0.1:8002/v1
+        --start "auto=python -m specinfer serve --port PORT" --server other=http://127.0.0.1:8002/v1 [--json]
 
-Any server of OpenAI's protocol is measured alike.  Each client asks for its next text when one has ended.  Per server
+Any server of OpenAI's protocol is measured alike: one that runs, or one that is started with its command, in which PORT
+stands for a free port, and ended.  Each client asks for its next text when one has ended.  Per server
 and number of clients: tokens a second of all texts, and the median and the 99th percentile of the time to the first
 token and of the time between two events of a stream, which may bring several tokens.  It needs the `openai` package.
 """
 
 import argparse
+import shlex
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
-from typing import NamedTuple
+from time import perf_counter, sleep
+from typing import Any, NamedTuple
 
 import numpy as np
-from common import read_prompts
-from openai import OpenAI
+from common import print_rows, read_prompts
+from openai import APIConnectionError, OpenAI
 
 
 class Stream(NamedTuple):
@@ -55,6 +60,30 @@ def load(url: str, prompts: list[str], clients: int, new_tokens: int) -> list[St
         return [*pool.map(lambda prompt: stream(client, model, prompt, new_tokens), prompts)]
 
 
+@contextmanager
+def started(command: str) -> Iterator[str]:
+    """Start a server, yield its address when it answers, and end it."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    words = [sys.executable if word == "python" else word for word in shlex.split(command.replace("PORT", port))]
+    url = f"http://127.0.0.1:{port}/v1"
+    with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
+        try:
+            client = OpenAI(base_url=url, api_key="none", max_retries=0)
+            while process.poll() is None:
+                try:
+                    client.models.list()
+                    break
+                except APIConnectionError:
+                    sleep(0.5)
+            else:
+                raise SystemExit(f"the server ended before it answered: {command}")
+            yield url
+        finally:
+            process.terminate()
+
+
 def figures(streams: list[Stream]) -> list[float]:
     """Return tokens a second, then milliseconds: to the first token, and between events, median and 99th percentile."""
     streams = [each for each in streams if each.events]  # the others are empty texts
@@ -66,18 +95,30 @@ def figures(streams: list[Stream]) -> list[float]:
 
 
 def main() -> None:
-    """Measure all servers in turns, and print a line for each and each number of clients."""
+    """Start servers, measure all in turns, and print a line for each and each number of clients."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--prompts", nargs="+", type=Path, required=True, help='JSON lines with "prompt" and "split"')
     p.add_argument("--count", type=int, default=16, help="prompts in all, split evenly between the files")
     p.add_argument("--max-new-tokens", type=int, default=64)
-    p.add_argument("--server", action="append", required=True, help="name=URL")
+    p.add_argument("--server", action="append", default=[], help="name=URL")
+    p.add_argument("--start", action="append", default=[], help="name=command, with PORT in it")
     p.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16])
     p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--json", action="store_true", help="print a JSON object a row in place of the table")
     args = p.parse_args()
     servers = [server.partition("=")[::2] for server in args.server]
+    if not args.json:
+        print("clients server     tokens/s  first token ms, p50, p99  between events ms, p50, p99")
+    with ExitStack() as stack:
+        for name, _, command in (server.partition("=") for server in args.start):
+            servers.append((name, stack.enter_context(started(command))))
+        for row in measured(servers, args):
+            print_rows([row]) if args.json else print(" ".join(f"{value:>10}" for value in row.values()))
+
+
+def measured(servers: list[tuple[str, str]], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the medians of the rounds, for each server and number of clients."""
     prompts = read_prompts(args.prompts, args.count)
-    print("clients server      tokens/s   first token ms, p50  p99   between events ms, p50  p99")
     for clients in args.clients:
         found: dict[str, list[list[float]]] = {name: [] for name, _ in servers}
         for number in range(args.rounds):
@@ -87,10 +128,9 @@ def main() -> None:
                 mine = [f"{number} {clients}: {prompt}" for prompt in prompts]
                 found[name].append(figures(load(url, mine, clients, args.max_new_tokens)))
         for name, rounds in found.items():
-            rate, *times = np.median(rounds, 0)
-            print(
-                f"{clients:7} {name:10} {rate:9.1f} {times[0]:19.0f} {times[1]:7.0f} {times[2]:20.0f} {times[3]:7.0f}"
-            )
+            rate, *times = np.median(rounds, 0).tolist()
+            rounded = dict(zip(("first", "first p99", "between", "between p99"), map(round, times), strict=True))
+            yield {"clients": clients, "server": name, "tokens/s": round(rate, 1), **rounded}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """How long a command takes to its first byte, against importing transformers and loading the model alone.
 
-    python benchmarks/start.py [--target DIR] [--rounds 7] [--dtype bfloat16]
+    python benchmarks/start.py [--target DIR] [--rounds 7] [--dtype bfloat16] [--json]
 
 Both are processes of their own and take turns: ``specinfer generate``, until it writes to standard output, and
 Python that imports torch and transformers and loads the same folder.  Figures are medians of seconds.  One round warms
@@ -12,6 +12,8 @@ import subprocess
 import sys
 from statistics import median
 from time import perf_counter
+
+from common import print_rows
 
 from specinfer.loading import load
 
@@ -41,6 +43,7 @@ def main() -> None:
     parser.add_argument("--target", help="default SmolLM2-135M-Instruct")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", action="store_true", help="print a JSON object")
     args = parser.parse_args()
     folder = load(args.target, args.dtype).model.name_or_path
     asked = ["generate", "Why is the sky blue?", "--max-new-tokens", "8", "--dtype", args.dtype]
@@ -54,6 +57,9 @@ def main() -> None:
         for name, command in commands.items():
             found[name].append(seconds(command))
     ours, theirs = (median(each[1:]) for each in found.values())
+    if args.json:
+        print_rows([{"specinfer": ours, "load": theirs, "ratio": ours / theirs}])
+        return
     print(f"specinfer generate {ours:.2f} s, load the model {theirs:.2f} s: {ours / theirs:.2f} times as long")
 
 

@@ -49,6 +49,7 @@ MESSAGES = [
     "Order 47120: the desk lamp flickers. Can you repair it? There is no hurry. Mei Tanaka, 1011 Lausanne",
 ]
 PROMPTS = [f"Write the data of this message to a shop as JSON.\n\n{message}" for message in MESSAGES]
+GREEDY = {"do_sample": False}
 FORMS = {"compact": {"x-guidance": {"whitespace_flexible": False}}, "any white space": {}}
 
 
@@ -112,9 +113,11 @@ def main() -> None:
     drafted = SpeculativeDecoder(loaded.model, loaded.tokenizer, tree=tree)
     forced = SpeculativeDecoder(loaded.model, loaded.tokenizer, (), tree)
     for form in FORMS:
-        for sampling in {"do_sample": False}, {"temperature": 0.7, "seed": 0}:
+        for sampling in GREEDY, {"temperature": 0.7, "seed": 0}:
             options = {"response_format": response_format(form), "max_new_tokens": args.max_new_tokens, **sampling}
-            print(json.dumps({"form": form, **sampling, **compared(plain, drafted, forced, **options)}), flush=True)
+            decoding = "greedy" if sampling == GREEDY else "T = 0.7"
+            found = compared(plain, drafted, forced, **options)
+            print(json.dumps({"form": form, "decoding": decoding, **found}), flush=True)
     print(json.dumps(costs(drafted, response_format=response_format("compact"), max_new_tokens=args.max_new_tokens)))
 
 

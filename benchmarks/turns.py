@@ -1,6 +1,6 @@
 """How long a turn of a chat waits for its first token, if what earlier turns read is kept and if all is read again.
 
-    python benchmarks/turns.py [--tokens 2000] [--rounds 5] [--dtype float32] [--compile] [--busy]
+    python benchmarks/turns.py [--tokens 2000] [--rounds 5] [--dtype float32] [--compile] [--busy] [--json]
 
 The first turn's prompt has about so many tokens, and a short answer.  The second turn asks one more question: with the
 store that the first turn filled, and with an empty one, in turn.  Figures are medians; the ids must be the same.  On a
@@ -14,6 +14,7 @@ from time import perf_counter, process_time
 from typing import Any
 
 import torch
+from common import print_rows
 
 from specinfer import SpeculativeDecoder
 from specinfer.calls.run import Run
@@ -54,6 +55,7 @@ def main() -> None:
     p.add_argument("--compile", action="store_true", help="use compiled passes")
     p.add_argument("--new", type=int, default=32, help="tokens of each answer")
     p.add_argument("--busy", action="store_true", help="count the seconds of one thread: others use the machine")
+    p.add_argument("--json", action="store_true", help="print a JSON object")
     args = p.parse_args()
     clock = process_time if args.busy else perf_counter
     if args.busy:
@@ -74,9 +76,14 @@ def main() -> None:
         seconds, wanted = turn(decoder, later, PrefixStore(), args.new, clock)
         again.append(seconds)
         assert found.token_ids == wanted.token_ids, "other ids with what was read before"
+    ratios = sorted(a / b for a, b in zip(known, again, strict=True))
+    if args.json:
+        counts = {"prompt tokens": len(found.prompt_ids), "read before": found.stats.cached_tokens}
+        times = {"ms": 1e3 * median(known), "ms again": 1e3 * median(again), "ratio": median(ratios)}
+        print_rows([{**counts, **times, "least": ratios[0], "most": ratios[-1]}])
+        return
     print(f"{len(found.prompt_ids)} prompt tokens, {found.stats.cached_tokens} of them read before; ids are equal")
     print(f"first token after {1e3 * median(known):.0f} ms, {1e3 * median(again):.0f} ms if all is read again")
-    ratios = sorted(a / b for a, b in zip(known, again, strict=True))
     print(f"ratio {median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f} in {args.rounds} rounds)")
 
 

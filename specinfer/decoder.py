@@ -100,7 +100,7 @@ class SpeculativeDecoder:
         confidence_gate: between 0 and 1; nothing is drafted after a token to which the target gave a smaller
             probability.  It is a published trick, for comparison; None, the default, is no gate.
         graphs: replay passes over a few tokens as CUDA graphs.  They are captured when a shape has come a few times,
-            and kept, with the caches that they read, for later calls (docs/performance.md, "On a GPU").
+            and kept, with the caches that they read, for later calls (docs/gpu.md).
         compile: "auto" uses the passes that `specinfer compile` made for such models on this machine, if there are any.
             True makes them, which takes minutes, once.  False runs the models as they are.  See `passes`.
         memory: a `Memory` of earlier texts, or the path of one, from which the suffix draft proposes, too.  None, the
