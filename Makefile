@@ -5,6 +5,7 @@
 #   make test-oldest  run the tests that depend on them with the oldest torch and transformers that are allowed
 #   make lint         ruff and mypy
 #   make notebooks    make the notebooks from their texts, and run them; `make -j 2 notebooks` runs two at a time
+#   make docs         build the site of README and docs/ into out/site; a link that leads nowhere is an error
 #   make figures      run the benchmarks that the pages quote, and write their tables and plots; `FAST=1` takes few prompts
 #   make wheel-test   build the wheel, see that it holds every file, and test it where the sources are not
 #   make clean        remove what these made
@@ -31,7 +32,7 @@ SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 # Modules are compiled once and kept, whatever the machine says: tests and notebooks start a hundred processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest lint notebooks figures wheel-test clean install $(NOTEBOOKS)
+.PHONY: demo test test-oldest lint docs notebooks figures wheel-test clean install $(NOTEBOOKS)
 
 demo: $(VENV)/.demo
 	-$(BIN)/specinfer compile
@@ -47,6 +48,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 notebooks: $(NOTEBOOKS)
 
@@ -99,6 +103,10 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 $(OLDEST_VENV)/.oldest:  # without constraints.txt, whose versions are the newest; `specinfer` is the checkout
 	$(PYTHON) -m venv $(OLDEST_VENV)
 	$(OLDEST_VENV)/bin/python -m pip install $(OLDEST) hypothesis pytest pytest-xdist scipy
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.dev
+	$(INSTALL) -e ".[docs]"
 	touch $@
 
 $(VENV)/.notebooks: $(VENV)/.dev

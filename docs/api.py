@@ -32,17 +32,21 @@ Shapes use B rows, N nodes, T tokens of a pass, V tokens of the vocabulary.
 def page() -> str:
     """Return the whole page."""
     homes = public()
-    links = anchors([name for names in homes.values() for name in names])
+    heads = headings(homes)
+    links = {name: re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for name, head in heads.items()}
     contents = [f"- `{home}`: {', '.join(f'[{n}](#{links[n]})' for n in names)}" for home, names in homes.items()]
-    entries = [line for names in homes.values() for name, thing in names.items() for line in entry(name, thing)]
+    entries = [
+        line for names in homes.values() for name, thing in names.items() for line in entry(name, thing, heads[name])
+    ]
     return "\n".join([INTRODUCTION, *contents, "", *entries]).rstrip() + "\n"
 
 
-def anchors(names: list[str]) -> dict[str, str]:
-    """Return each heading's anchor: in small letters, with a number where it is taken."""
-    lower = [name.lower() for name in names]
-    earlier = [lower[:index].count(anchor) for index, anchor in enumerate(lower)]
-    return {name: f"{anchor}-{n}" if n else anchor for name, anchor, n in zip(names, lower, earlier, strict=True)}
+def headings(homes: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """Return each name's heading: with its module where another name has the same letters."""
+    places = [(name, home) for home, names in homes.items() for name in names]
+    lower = [name.lower() for name, _ in places]
+    first = {letters: lower.index(letters) for letters in lower}
+    return {n: n if first[n.lower()] == index else f"{n} in {home}" for index, (n, home) in enumerate(places)}
 
 
 def public() -> dict[str, dict[str, Any]]:
@@ -58,9 +62,9 @@ def public() -> dict[str, dict[str, Any]]:
     return homes
 
 
-def entry(name: str, thing: Any) -> Iterator[str]:
+def entry(name: str, thing: Any, heading: str) -> Iterator[str]:
     """Yield the lines about one public name, a class's own public methods and properties included."""
-    yield from (f"## {name}", "", "```py", call(name, thing), "```", "", *documented(thing))
+    yield from (f"## {heading}", "", "```py", call(name, thing), "```", "", *documented(thing))
     for attribute, member in vars(thing).items() if inspect.isclass(thing) else ():
         function = getattr(member, "__func__", getattr(member, "fget", member))
         if attribute.startswith("_") or not inspect.isfunction(function) or not function.__doc__:

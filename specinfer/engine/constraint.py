@@ -74,7 +74,7 @@ class Constraint:
     def problem(self) -> str:
         """Why nothing may follow, in words."""
         others = "the call's other options (min_new_tokens, suppress_tokens, ...) forbid all that its grammar allows"
-        return f"{self.failure or others}: change one of them"
+        return str(self.failure or f"{others}: change one of them")
 
     def _follow(self, text: Sequence[int]) -> bool:
         """Go to the end of a text's tokens; return False if it is no beginning of one, or has ended before."""

@@ -2,7 +2,8 @@
 
 Knows: llguidance, what of it can be trusted.  Does not know: rows, trees, options of a call.
 
-    mask       is what counts: consuming also takes tokens that the mask leaves out
+    mask       is what counts: consuming also takes tokens that the mask leaves out; but of special tokens, which stand
+               for no text, the mask allows some that consuming refuses
     tokens     are tried, in a list: one that is refused alone ends a matcher for good, and so does one outside of V
     the end    is never consumed: after the last token that does nothing, yet rolling it back takes a token back
     limits     a grammar, or a step, that costs too much is an error.  It ends the matcher and its copies, which share a
@@ -11,7 +12,7 @@ Knows: llguidance, what of it can be trusted.  Does not know: rows, trees, optio
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -93,7 +94,7 @@ class Guidance:
         matcher = make()
         if matcher.is_error():
             raise SamplingError(f"this {grammar.kind} cannot be followed: {_reason(matcher)}")
-        return GuidanceMatcher(make, self._tokenizer, matcher)
+        return GuidanceMatcher(make, self._tokenizer, matcher, special=self._special)
 
 
 class GuidanceMatcher:
@@ -104,12 +105,21 @@ class GuidanceMatcher:
         tokenizer: its tokenizer.
         matcher: that was made so, or a copy.
         tokens: that it has consumed.
+        special: tokens that stand for no text, by how they are spelt.
     """
 
     library = LIBRARY
 
-    def __init__(self, make: Callable[[], Any], tokenizer: Any, matcher: Any, tokens: Sequence[int] = ()) -> None:
-        self._make, self._tokenizer, self._matcher, self._tokens = make, tokenizer, matcher, list(tokens)
+    def __init__(
+        self,
+        make: Callable[[], Any],
+        tokenizer: Any,
+        matcher: Any,
+        tokens: Sequence[int] = (),
+        special: Mapping[str, int] | None = None,
+    ) -> None:
+        self._make, self._tokenizer, self._matcher = make, tokenizer, matcher
+        self._tokens, self._special = list(tokens), special or {}
 
     def follow(self, tokens: Sequence[int]) -> bool:
         """Go to where these tokens lead from the beginning; return False if one of them is refused."""
@@ -133,7 +143,7 @@ class GuidanceMatcher:
 
     def copy(self) -> "GuidanceMatcher":
         """Return a matcher in the same state."""
-        return GuidanceMatcher(self._make, self._tokenizer, self._matcher.deep_copy(), self._tokens)
+        return GuidanceMatcher(self._make, self._tokenizer, self._matcher.deep_copy(), self._tokens, self._special)
 
     def _follow(self, wanted: list[int]) -> bool:
         """Go to where tokens lead, back from where they differ; return False if one of them is refused."""
@@ -154,7 +164,16 @@ class GuidanceMatcher:
         size = self._tokenizer.vocab_size
         bits = np.zeros((size + 31) // 32, np.uint32)
         self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        return np.unpackbits(bits.view(np.uint8), bitorder="little", count=size).view(np.bool_)
+        mask = np.unpackbits(bits.view(np.uint8), bitorder="little", count=size).view(np.bool_)
+        # where a grammar's text spells a special token, the mask allows that token, which is then refused
+        spelt = [(text, n) for text, n in self._special.items() if mask[n] and not self._matcher.validate_tokens([n])]
+        for _, token in spelt:
+            mask[token] = False
+        if spelt and not mask.any() and not self._matcher.is_accepting():
+            text, token = spelt[0]
+            how = f"leave it out, or name the token in a grammar: <[{token}]>"
+            raise SamplingError(f"its text spells {text}, which is a special token here and no text: {how}")
+        return mask
 
     def _answer(self, ask: Callable[[], T]) -> T:
         """Return what llguidance answers; where it has met its limits, once more, with a lexer of this text alone.

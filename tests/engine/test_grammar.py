@@ -464,6 +464,22 @@ def test_what_cannot_be_followed_is_refused_before_a_model_runs(plain, options, 
         plain.prepare("a", **COMMON, **options)
 
 
+@pytest.mark.parametrize("options", [{"choices": ["a{}b"]}, {"regex": "a{}b"}, {"response_format": None}], ids=str)
+def test_text_that_spells_a_special_token_ends_a_row_by_name(plain, options):
+    """The library's mask allows the token, and then refuses it: nothing would be followed from there on."""
+    special = plain.tokenizer.eos_token
+    if "response_format" in options:
+        schema = {"enum": [f"a{special}b"], "x-guidance": {"whitespace_flexible": False}}
+        options = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    else:
+        options = {
+            name: [each.format(special) for each in value] if name == "choices" else value.format(special)
+            for name, value in options.items()
+        }
+    with pytest.raises(NoTokenLeft, match=f"its text spells {special}, which is a special token here and no text"):
+        plain.generate("abc", **COMMON, **options)
+
+
 def test_keywords_may_be_ignored(plain):
     schema = {"type": "array", "items": {"type": "boolean"}, "maxItems": 2, "uniqueItems": True}
     assert plain.generate("a", **COMMON, response_format=form(schema, strict=False)).text[0] == "["

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import test_families as families
 import test_stateful as recurrent
+import typer
 import yaml
 
 import specinfer.loading
+from specinfer import cli
 from specinfer.prompts import read_rows
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("prompts/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("prompts/*.md")])
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
 LIBRARIES = {"ray_generate": "ray", "ray_serve": "ray.serve", "lm_eval_backend": "lm_eval"}  # that examples need
 BLOCKS = [
@@ -105,10 +107,11 @@ def test_the_page_of_targets_names_every_family_that_is_tested():
     assert found == wanted | {(name.split()[0], "no", "no") for name in (*families.REFUSED, *recurrent.REFUSED)}
 
 
-def test_the_api_reference_is_what_the_docstrings_say():
-    """`python docs/api.py` would write what is there."""
-    api = runpy.run_path(str(ROOT / "docs" / "api.py"))
-    assert (ROOT / "docs" / "api.md").read_text() == api["page"](), "run python docs/api.py"
+@pytest.mark.parametrize("name", ["api", "cli"])
+def test_the_reference_is_what_the_program_says(name):
+    """`python docs/api.py` would write what the docstrings say, `python docs/cli.py` what `--help` prints."""
+    script = runpy.run_path(str(ROOT / "docs" / f"{name}.py"))
+    assert (ROOT / "docs" / f"{name}.md").read_text() == script["page"](), f"run python docs/{name}.py"
 
 
 def test_the_readmes_repository_tree_names_every_folder():
@@ -148,6 +151,19 @@ def test_commands_read_what_is_there_and_write_what_git_ignores():
     assert [name for name in re.findall(r"prompts/\w+\.jsonl", scripts) if not (ROOT / name).exists()] == []
 
 
+def test_commands_on_pages_have_these_options():
+    """Of each `specinfer COMMAND --option` in blocks and in sentences, the command and its options exist."""
+    texts = [page.read_text().replace("\\\n", " ") for page in PAGES if page.name not in ("cli.md", "performance.md")]
+    used = [found for text in texts for found in re.findall(r"(?<=specinfer )([a-z-]+)([^#`&|\n]*)", text)]
+    commands = {
+        name: {option for parameter in command.params for option in parameter.opts}
+        for name, command in typer.main.get_group(cli.app).commands.items()
+    }
+    asked = [(name, option) for name, rest in used for option in re.findall(r"(?<!\S)--[a-z][a-z-]*", rest)]
+    assert len(asked) > 60
+    assert [(name, option) for name, option in asked if option not in {"--help", *commands.get(name, ())}] == []
+
+
 def test_who_installs_the_default_targets_file_installs_what_reads_it():
     """It is a GGUF file; commands that install everything for development have it, too."""
     pages = [*PAGES, ROOT / "notebooks" / "make.py"]
@@ -168,7 +184,7 @@ def test_the_citation_is_of_this_version():
 def test_the_glossarys_terms_are_those_of_the_pages():
     """Twelve, each used elsewhere."""
     terms = re.findall(r"^\| ([\w -]+) \| ", (ROOT / "docs" / "glossary.md").read_text(), re.M)[1:]
-    others = "".join(page.read_text().lower() for page in PAGES if page.name not in ("glossary.md", "api.md"))
+    others = "".join(page.read_text().lower() for page in PAGES if page.name not in ("glossary.md", "api.md", "cli.md"))
     assert len(terms) == 12
     assert [term for term in terms if term not in others] == []
 
@@ -193,3 +209,19 @@ def test_every_cell_of_the_comparison_has_a_source_or_says_that_none_was_found()
 def test_every_example_is_on_a_page():
     texts = "".join(page.read_text() for page in PAGES)
     assert [path.name for path in EXAMPLES if path.name not in texts] == []
+
+
+def test_contributors_are_sent_to_what_is_there():
+    """Every path in CONTRIBUTING's table exists."""
+    rows = re.findall(r"^\|.+\|$", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    paths = re.findall(r"`((?:specinfer|attention|tree|tests|benchmarks)/[\w/.]*)`", "".join(rows))
+    assert len(paths) > 40
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_each_example_for_authors_is_small():
+    """Forty lines of code at most: whoever writes a draft, a policy or a pass needs no more to begin."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    assert len(blocks) == 3
+    assert [block for block in blocks if sum(map(bool, block.splitlines())) > 40] == []
