@@ -15,7 +15,8 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
-LINK = re.compile(r"""(?:(?<=\]\()|(?<=src=")|(?<=srcset="))(?!\w+:|#)([^)"#\s]+)""")  # of Markdown, and of pictures in HTML
+# of Markdown, and of pictures in HTML
+LINK = re.compile(r"""(?:(?<=\]\()|(?<=src=")|(?<=srcset="))(?!\w+:|#)([^)"#\s]+)""")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
