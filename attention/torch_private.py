@@ -37,6 +37,14 @@ def writes(tensor: Tensor) -> int:
     return tensor._version
 
 
+def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors of one type into others.
+
+    Torch does so in one launch of a GPU for its optimisers alone.
+    """
+    torch._foreach_copy_(targets, sources)
+
+
 def modules_of(model: nn.Module) -> list[nn.Module]:
     """Return a model's modules, each once.
 

@@ -25,6 +25,7 @@ from specinfer.attention.forward import Forward, Outputs
 from specinfer.attention.layout import Layout
 from specinfer.attention.passes.base import Pass, Result
 from specinfer.attention.passes.plain import Padded, TensorPass
+from specinfer.attention.torch_private import copy_all
 from specinfer.common.tensors import on_device, padded_kv_length, padded_width
 from specinfer.errors import UnsupportedModel
 
@@ -81,7 +82,7 @@ class Graphs:
         self.made[shapes] = inputs, replay = self.made.pop(shapes)
         for dtype in {tensor.dtype for tensor in tensors.values()}:  # one launch for all of a type
             names = [name for name, tensor in tensors.items() if tensor.dtype == dtype]
-            torch._foreach_copy_([inputs[name] for name in names], [tensors[name] for name in names])
+            copy_all([inputs[name] for name in names], [tensors[name] for name in names])
         outputs = replay()
         if self.is_new:
             self.held[shapes] = sum(tensor.nbytes for tensor in (*inputs.values(), *outputs))
@@ -124,7 +125,10 @@ class GraphedPass(Pass):
             tokens, of_rows, of_columns, visible, depths = (given[name] for name in TENSORS)
             padded = Layout(tokens, of_rows, of_columns, visible, depths, [placed.width] * rows, every, extra)
             with cache.locate(given["lengths"], kv_length):
-                return self.inner.through(model, padded, Padded(padded), cache, aux_layers)
+                found = self.inner.through(model, padded, self.inner.arranged(padded), cache, aux_layers)
+            return tuple(
+                values.reshape(rows, -1, *values.shape[2:]) for values in found
+            )  # also of one row of all nodes
 
         lengths = on_device(cache.lengths, nodes.tokens.device)
         extra = {name: placed(values).flatten(0, 1) for name, values in nodes.extra.items()}

@@ -108,7 +108,8 @@ class SideBySide:
 
     def stage(self, nodes: Layout, before: int | Tensor, cache: TreeCache) -> Inputs:
         """Reserve the slots of the pass; return the row and the slot of each node."""
-        cache.stage(nodes.sizes)
+        if cache.located is None:
+            cache.stage(nodes.sizes)
         return {"cache_rows": nodes.rows[None], "cache_slots": (before + nodes.columns)[None]}
 
     def logits(self, found: Tensor) -> PerNode:
@@ -139,10 +140,14 @@ class TensorPass(Pass):
 
     def __call__(self, model: Forward, nodes: Layout, cache: TreeCache, aux_layers: Sequence[int]) -> Result:
         """Feed nodes."""
-        placed = SideBySide(nodes) if self.packs else Padded(nodes, common_width(nodes) if self.few_shapes else 0)
+        placed = self.arranged(nodes, common_width(nodes) if self.few_shapes else 0)
         with model.ranks.together(*nodes[:5], cache.lengths):
             logits, *states = self.through(model, nodes, placed, cache, aux_layers)
         return placed.logits(logits), *map(placed.states, states)
+
+    def arranged(self, nodes: Layout, width: int = 0) -> Padded | SideBySide:
+        """Say how nodes stand in the tensors of the forward: in rows of this width at least, unless it packs."""
+        return SideBySide(nodes) if self.packs else Padded(nodes, width)
 
     def through(
         self, model: Forward, nodes: Layout, placed: Padded | SideBySide, cache: TreeCache, aux_layers: Sequence[int]

@@ -1,6 +1,7 @@
 """Trees that adapt, in a made-up world: tokens by lot, seconds by decree, so every count is the same on any machine."""
 
 import copy
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -607,16 +608,21 @@ def test_a_slow_step_is_an_interruption_and_two_are_a_load():
 
 
 def test_off_the_host_levels_go_by_averages():
-    """The frontier is not looked at: its tensors have no values here."""
+    """What grows is known before the source is asked, and one policy stands for many costs."""
     world = World([GOOD], flat(0.1), 0.001, rows=2).run(100)
     reached = [world.policy.acceptance.expected(0, depth) for depth in range(4)]
     assert reached[0] == 1
     assert sorted(reached, reverse=True) == reached
-    nothing = torch.zeros(2, 3, dtype=torch.long, device="meta")
-    frontier = Frontier(nothing, nothing, nothing.bool(), 1)
-    assert world.policy.wanted_nodes(0, frontier, nothing) == 3
+    source = DenseSource(lambda _: pytest.fail("it was asked"), 2, device=torch.device("meta"))
+    settled = world.policy.settled(source, None)
+    assert settled.max_depth > 1
+    assert world.policy.settled(source, 1) == replace(settled, max_depth=1)
+    assert settled.min_probability in {2.0**-power for power in range(40)}
     dear = World([GOOD], flat(0.1), 0.5, rows=2).run(100)
-    assert dear.policy.wanted_nodes(0, frontier, nothing) == 0
+    dear.policy.asked = 1
+    assert dear.policy.settled(source, None).max_depth == 1
+    dear.policy.asked = 0
+    assert dear.policy.settled(source, None).max_depth == 0
 
 
 @pytest.mark.parametrize("sizes", [{"max_nodes": -1}, {"max_depth": 1.5}, {"max_nodes": True}])

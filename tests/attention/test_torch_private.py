@@ -77,6 +77,13 @@ def test_writes_are_counted() -> None:
         private.writes(torch.zeros(3))
 
 
+@tries("copy_all")
+def test_copies_are_made_of_all() -> None:
+    targets, sources = [torch.zeros(3), torch.zeros(2, 2)], [torch.arange(3.0), torch.eye(2).T[:, :2]]
+    private.copy_all(targets, sources)
+    assert all(map(torch.equal, targets, sources))
+
+
 @tries("modules_of")
 def test_modules_are_those_of_torch() -> None:
     model = nn.Sequential(Block(), nn.ModuleList([nn.Linear(2, 2)]), Block())
