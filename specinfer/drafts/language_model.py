@@ -100,10 +100,11 @@ class ModelDraftSession(DraftRows, Clocked):
 
     def grow(self, policy: Policy, source: Source, depth: int) -> Growth:
         """Return what a policy grows on the source: all levels below the root's from one graph, if there are graphs."""
+        if not (self.repeats and self.session.replays) or self.device.type == "cpu":  # where policies look at values
+            return policy.grow(source, depth)
         settings = self.context.processors.settings  # which a graph holds as they are
-        repeats = self.repeats and self.session.replays and settings is not None and self.device.type != "cpu"
         deepest = max(depth, min(self.levels_left()))  # the engine cuts what is too deep; few sizes come
-        settled = policy.settled(source, deepest) if repeats else None
+        settled = policy.settled(source, deepest) if settings is not None else None
         if settled is None or not settled.max_nodes or not settled.max_depth:
             return policy.grow(source, depth)
         nodes, levels = settled.max_nodes, settled.max_depth
