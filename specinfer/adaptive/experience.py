@@ -2,7 +2,7 @@
 
     `Costs`        seconds: averages that forget, and a line over the size of a pass
     `Acceptance`   observed rates that correct the drafts' own probabilities
-    `DraftRecord`  whether a draft pays, by what it gained when it was asked; if not, it is idle, and tried again
+    `DraftRecord`  what a draft may still lose; with nothing left it is idle, and tried again when it may
 
 Knows: figures, the trees of a batch, the tokens that rows emitted.
 Does not know: clocks, models, what is decided by all this (`policy`).
@@ -24,10 +24,11 @@ RIDGE = 8.0  # squared tokens that sizes must differ by before a measured slope 
 FLAT = 1.15  # twice the tokens for at most this multiple of a pass's cost count as free
 USUAL = 40  # tokens that cost as much as the rest of a step, about, on a CPU
 DEPTHS = 3  # told apart: 1, 2, 3 and deeper
-REMEMBERED = 200  # tokens that a rate looks back on, about
+REMEMBERED = 200  # tokens that a rate looks back on, and steps that an allowance does, about
 PRIORS = 0.5, 4.0  # tokens that it starts with: of drafted tokens, of accepted nodes with children
-TRIAL = 2  # steps in which an idle draft is tried; twice as many at first
-WAITS = 8, 64  # idle steps after the first trial that failed, and, by rows, at most
+STAKE = 4.0, 1.0  # tokens that a draft may lose in its first trial, over the root of the rows, and in each later one
+CREDIT = 16.0  # tokens that it may lose, at most, of what it gained before
+ALLOWANCE = 0.25  # tokens, times the root of the number of steps, that it may lose besides
 
 
 class Average:
@@ -171,7 +172,7 @@ class Costs:
     def earn(self, rows: int, tokens: float, seconds: float) -> None:
         """Take into account what a step emitted, and what it cost by this model."""
         if plain := self.seconds(rows, 0):
-            self.earned.setdefault(rows, Average(2 * MEMORY)).add(tokens * plain / seconds)
+            self.earned.setdefault(rows, Average(2 * MEMORY)).add(tokens * (plain / seconds))
 
 
 class Rate:
@@ -266,42 +267,26 @@ class Acceptance:
 
 
 class DraftRecord:
-    """Whether a draft pays: what it gained of late, and how long it is idle where that was too little.
+    """Whether a draft is asked: while it has credit, so that no draft, however it behaves, loses more than is allowed.
 
-    The wait doubles with every trial that fails, and a trial that goes well resets it.
+    The allowance grows as the root of the number of steps, and steadily after `REMEMBERED` of them.  Trials are paid
+    from it: the dearer they are, the longer is the wait.
+
+    Args:
+        credit: tokens that it may lose before it gained any.
 
     Attributes:
-        net: tokens a row that it gained in the last steps that asked it, less those that its seconds are worth.
-        squares: of these.
-        trial: steps that are left before it is judged.
-        idle: steps that are left before it is asked again.
-        wait: steps that it is idle next time.
+        credit: tokens that it may lose now: what it gained, less what its seconds are worth, and the allowance.
+        idle: whether it waits, from when its credit is spent until there is enough for a trial.
+        steps: so far.
     """
 
-    def __init__(self) -> None:
-        self.net, self.squares, self.trial = Average(), Average(), 2 * TRIAL
-        self.wait, self.idle = WAITS[0], 0
+    def __init__(self, credit: float) -> None:
+        self.credit, self.idle, self.steps = credit, False, 0
 
-    @property
-    def on_trial(self) -> bool:
-        """Whether it is asked to learn what it gains now."""
-        return self.trial > 0 and self.wait > WAITS[0]
-
-    def add(self, net: float | None, rows: int) -> None:
-        """Take note of a step in a batch of rows, and of what the draft gained in it; None: that is not known."""
-        if self.idle:
-            self.idle -= 1
-            return
-        if net is None:
-            return
-        self.net.add(net)
-        self.squares.add(net * net)
-        self.trial = max(0, self.trial - 1)
-        chance = max(0.0, self.squares.value - self.net.value**2) / self.net.weight
-        if self.trial:
-            return
-        if self.net.value + sqrt(chance) >= 0:
-            self.wait = WAITS[0]
-        else:
-            self.idle, self.wait = self.wait, min(2 * self.wait, WAITS[1] * rows)
-            self.net, self.squares, self.trial = Average(), Average(), TRIAL
+    def add(self, net: float | None) -> None:
+        """Take note of a step, and of what the draft gained in it; None: it was not asked, or that is not known."""
+        self.steps += 1
+        self.credit += (net or 0.0) + ALLOWANCE / (2 * sqrt(min(self.steps, REMEMBERED)))
+        self.credit = min(self.credit, CREDIT)
+        self.idle = self.credit < (STAKE[1] if self.idle else 0.0)

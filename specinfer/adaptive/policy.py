@@ -18,13 +18,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy, deepcopy
 from itertools import chain, pairwise, zip_longest
-from math import exp, floor, inf, log2
+from math import exp, floor, inf, log2, sqrt
 from os import PathLike
 from typing import Any
 
 from torch import Tensor
 
-from specinfer.adaptive.experience import FAR, DraftRecord, Seconds
+from specinfer.adaptive.experience import FAR, STAKE, DraftRecord, Seconds
 from specinfer.adaptive.profile import Profile
 from specinfer.common.files import write_json
 from specinfer.common.lock import Lock
@@ -37,6 +37,7 @@ MAX_NODES = 31  # with the root, 32 tokens: a size bucket
 MOST = 255  # the same, of nodes and of levels, where passes over many tokens cost hardly more
 FIRST_NODES = 4  # of all rows' trees, one each at least, in the first tree; later ones are twice as large at most
 PLAIN_AGAIN = 128  # steps between plain ones, which measure the machine, at most; twice as many after each, from 2 on
+TREES_AGAIN = 8  # steps without trees after which a small one measures what they cost, if a draft is asked
 MANY = 4  # rows from which on the average in earlier texts predicts that of the next ones
 LEAST = 0.001, 0.05  # bounds of the path probability below which nothing is drafted
 
@@ -106,11 +107,13 @@ class Auto(Policy):
             self.learnt = deepcopy(self.given)  # so that a text does not depend on others
         self.learnt.drafts, self.packed = drafts, packed
         self.costs, self.acceptance = self.learnt.costs, self.learnt.acceptance[coupled]
-        self.since_plain = self.batch = self.surprises = 0  # trees beyond the usual size that were dear
+        self.since_plain = self.since_trees = self.batch = 0
+        self.surprises = 0  # trees beyond the usual size that were dear
         self.ceiling = inf  # tokens of a pass that are not to be fed again
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
         self.warm = 0  # drafts asked in the step before: the others must first read what they missed
         self.grown: Forest | None = None  # this step's trees, before `fit`
+        self.few: dict[tuple[int, int], list[DraftRecord]] = {}  # of fewer rows than `MANY`, of this text alone
         with self.lock:
             self._choose(rows)
 
@@ -247,7 +250,7 @@ class Auto(Policy):
         spent = self.costs.seconds(rows, size / counted) - self.costs.seconds(rows, 0)
         if sum(gains[:size]) > price * spent:
             return size
-        return min(first, len(gains)) if any(record.on_trial for record in self.records) else 0
+        return min(first, len(gains)) if self.since_trees >= TREES_AGAIN else 0  # what they cost may have changed
 
     def _choose(self, rows: int) -> None:
         """Choose the drafts to ask in the next step.
@@ -257,8 +260,9 @@ class Auto(Policy):
         """
         if rows.bit_length() != self.batch.bit_length():
             drafts, self.batch = self.learnt.drafts, rows
-            fresh = [DraftRecord() for _ in range(drafts)]
-            self.records = self.learnt.records.setdefault((drafts, rows.bit_length()), fresh) if rows >= MANY else fresh
+            stake = STAKE[1] if self.costs.trees.known else STAKE[0] / sqrt(rows)
+            kept, fresh = self.learnt.records if rows >= MANY else self.few, [DraftRecord(stake) for _ in range(drafts)]
+            self.records = kept.setdefault((drafts, rows.bit_length()), fresh)
         measured = self.costs.plain[rows].weight if rows in self.costs.plain else 0
         due = not self.frozen and self.since_plain >= min(2 << measured, PLAIN_AGAIN)
         asked = [not record.idle for record in self.records]
@@ -296,7 +300,7 @@ class Auto(Policy):
                 self.acceptance.observe(self.grown, tokens)
             spent = modelled if self.frozen or seconds is None else min(seconds, FAR * modelled)
             self._judge(trees, paths, levels, spent)
-            self.since_plain = self.since_plain + 1 if nodes else 0
+            self.since_plain, self.since_trees = (self.since_plain + 1, 0) if nodes else (0, self.since_trees + 1)
             self.warm = sum(1 << draft for draft, asked in self.levels.items() if asked)
             self.levels.clear()
             self.grown = None
@@ -311,7 +315,11 @@ class Auto(Policy):
         elif nodes:
             self.costs.trees.add(fed, rest)
         else:
-            self.costs.plain.setdefault(rows, Seconds()).add(rest)
+            plain = self.costs.plain.setdefault(rows, Seconds())
+            counted = plain.count
+            plain.add(rest)
+            for record in self.records if plain.count <= counted else ():  # another speed: another trial
+                record.credit = max(record.credit, STAKE[1])
         for draft, levels in self.levels.items():
             if levels and self.warm >> draft & 1:  # else it has to read what it missed
                 self.costs.levels.setdefault(draft, Seconds()).add(proposing[draft] / levels)
@@ -321,7 +329,8 @@ class Auto(Policy):
     ) -> None:
         """Tell each draft's record what it gained: tokens that cheaper drafts would not have gained, less its seconds.
 
-        The draft that gains most bears what the tree cost beside them.
+        What the tree cost beside them is divided by nodes, of which each draft has one more.  Gains are divided by the
+        root of the rows, as luck grows with it, and multiplied by the drafts: all may lose no more than one alone.
 
         Args:
             trees, paths: as `observe`.
@@ -329,20 +338,20 @@ class Auto(Policy):
             spent: seconds of the step.
         """
         rows, plain = len(trees), self.costs.seconds(len(trees), 0)
-        price = self.costs.price(rows)
+        price = rows / plain if plain else 0.0  # of plain decoding, which is what must not be slower
         masks = [[tree.proposers[node] for node in path] for tree, path in zip(trees, paths, strict=True)]
-        net, before, drafts = dict[int, float](), 0, 0
+        nodes = [mask for tree in trees for mask in tree.proposers[1:]]
         asked = [draft for draft, count in self.levels.items() if count]
-        if price and all(draft in levels for draft in asked):
-            for draft in sorted(asked, key=lambda draft: self.costs.levels[draft].value):
-                drafts |= 1 << draft
-                reached = sum(reach(path, drafts) for path in masks)
-                net[draft], before = reached - before - price * levels[draft], reached
-        if net:
-            best = max(net, key=lambda draft: self.records[draft].net.value)
-            net[best] -= price * (spent - sum(levels.values()) - plain)
+        rest = price * (spent - sum(levels.values()) - plain) / (len(nodes) + len(asked) or 1)
+        net, before, covered, drafts = dict[int, float](), 0, 0, 0
+        for draft in sorted(asked, key=lambda draft: levels.get(draft, 0.0)) if price else ():
+            drafts |= 1 << draft
+            reached, scored = sum(reach(path, drafts) for path in masks), sum(mask & drafts > 0 for mask in nodes)
+            net[draft] = reached - before - price * levels.get(draft, 0.0) - rest * (scored - covered + 1)
+            before, covered = reached, scored
+        scale = len(self.records) / sqrt(rows)
         for draft, record in enumerate(self.records):
-            record.add(net[draft] / rows if draft in net else None, rows)
+            record.add(scale * net[draft] if draft in net else None)
 
     def reasons(self, names: Sequence[str], rows: int) -> str:
         """Return what the choices rest on, in words; names are the drafts'."""
