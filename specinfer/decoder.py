@@ -338,7 +338,7 @@ class SpeculativeDecoder:
                 ``partial`` holds the results of the rows under way so far.
         """
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-            raise InputError(f"prompts={prompts!r:.60} are not many: give a list or an iterator, or use generate")
+            raise InputError(f"prompts={prompts!r:.60} is not several prompts: give a list or use generate")
         seed = options.get("seed")
         common: dict[str, Any] = {**options}
         request_of = partial(self._one_of_many, common, checked_flag("keep_stop_string", keep_stop_string))
@@ -354,7 +354,7 @@ class SpeculativeDecoder:
         asked = {**common, **dict(zip(FUNCTIONS, functions, strict=True)), **given}
         (request, *_), single = self._prepared(asked.pop("prompt"), asked, keep_stop_string, number)
         if not single:
-            raise InputError("one of many prompts is a list, or asks for several texts: give each its own place")
+            raise InputError("one of many prompts is a list, or asks for several texts: give each its own prompt")
         return request
 
     @spelled_out
@@ -584,7 +584,7 @@ class SpeculativeDecoder:
             beside = dict(prompt)
             prompt = beside.pop("input_ids")
         if (prompt is None) == (input_ids is None) or isinstance(input_ids, str):
-            raise InputError("give one prompt: text, messages or token ids first, or token ids as input_ids=")
+            raise InputError("give one prompt as the first argument, or token ids as input_ids=")
         pad = getattr(self.tokenizer, "pad_token_id", None)
         if pad is None:
             pad = plain(self.target.model.generation_config.pad_token_id)
@@ -717,7 +717,7 @@ def _check_arguments(model: Any, tokenizer: Any, gate: Any) -> None:
     if tokenizer is not None and (isinstance(tokenizer, bytes | type) or not hasattr(tokenizer, "decode")):
         raise InputError(f"tokenizer={tokenizer!r:.60} cannot decode: give the target's, or None for ids only")
     if gate is not None and (isinstance(gate, bool) or not isinstance(gate, int | float) or not 0 <= gate <= 1):
-        raise InputError(f"confidence_gate={gate!r} is no probability: give a number from 0 to 1, or None")
+        raise InputError(f"confidence_gate={gate!r} is not a probability: give a number from 0 to 1, or None")
 
 
 def _as_draft(draft: Any) -> Draft:

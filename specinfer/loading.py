@@ -449,8 +449,8 @@ def _read(where: str, asked: _Asked, local: bool = True) -> _Pair:
         raise
     except Exception as error:  # a damaged file may raise anything
         if other := re.search(r"Unrecognized configuration class .*?(\w+)Config'.* AutoModelForCausalLM", str(error)):
-            kind = f"{other[1]} is no causal language model, which goes on with a text"
-            raise ModelError(f"{kind} (encoders and encoder-decoders are none): name another model") from error
+            kind = f"{other[1]} is not a causal language model"
+            raise ModelError(f"{kind} (encoders and encoder-decoders are not either): name another model") from error
         raise ModelError(one_line(error)) from error
     if info is not None:
         _check_complete(info)

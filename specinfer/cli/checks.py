@@ -110,7 +110,7 @@ def _picture_kind(path: Path) -> str:
 
     part("pyplot")
     if (kind := path.suffix.lower().removeprefix(".")) not in PICTURES:
-        raise InputError(f"--plot {path} is no picture that can be written: name it .{', .'.join(PICTURES)}")
+        raise InputError(f"--plot {path} cannot be written as a picture: end its name in .{', .'.join(PICTURES)}")
     return kind
 
 

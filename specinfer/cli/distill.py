@@ -64,7 +64,7 @@ def distill(
     prompts: Annotated[
         list[Path], Option(help='JSON lines with "prompt" (and "split": only train), or .txt by line. Repeat.')
     ],
-    out: Annotated[Path, Option(help="Folder for drafts and text; the same command goes on after a kill.")],
+    out: Annotated[Path, Option(help="Folder for drafts and text; the same command resumes.")],
     target: options.Target = None,
     text: Annotated[
         list[Path] | None, Option(help="Given text to learn from as well: a document a block or line. Repeat.")

@@ -97,7 +97,7 @@ def generate(
         list[Path] | None,
         Option(help='In place of a prompt, files: JSON lines with "prompt", maybe "id" and "options". Repeat.'),
     ] = None,
-    out: Annotated[Path | None, Option(help="With --prompts: folder for the results; a killed run goes on.")] = None,
+    out: Annotated[Path | None, Option(help="With --prompts: folder for results; the same command resumes.")] = None,
     max_rows: Annotated[int, Option(help="With --prompts: texts at a time.", min=1)] = 16,
     *,
     models: options.Models,
@@ -153,7 +153,7 @@ def generate(
 def _check_combination(given: SimpleNamespace) -> None:
     """Raise `InputError` for options that do not go together."""
     if (given.prompt is None) == (not given.prompts):
-        raise InputError("give a prompt, or --prompts FILE and --out DIR, one of the two")
+        raise InputError("give either a prompt, or --prompts FILE and --out DIR")
     if bool(given.prompts) != (given.out is not None):
         raise InputError("--prompts FILE and --out DIR go together: many texts are written to a folder")
     if given.prompts and given.tensor_parallel > 1:
@@ -163,14 +163,14 @@ def _check_combination(given: SimpleNamespace) -> None:
     if given.as_json and given.show_tree:
         raise InputError("--show-tree draws beside the text, and --json --steps has every tree: leave one out")
     if given.steps and not given.as_json:
-        raise InputError("--steps is of --json: add it, or draw a tree with --show-tree")
+        raise InputError("--steps belongs to --json: add that, or draw a tree with --show-tree")
     if given.prompts and (given.save or given.html or given.svg or given.logprobs):
-        raise InputError("--save, --html, --svg and --logprobs are of one prompt's result: leave them out, for many")
+        raise InputError("--save, --html, --svg and --logprobs need one prompt's result: leave them out for many")
     if given.logprobs and not (given.as_json or given.save):
-        raise InputError("--logprobs are numbers beside the text: add --json, which prints them, or --save FILE")
+        raise InputError("--logprobs are not part of the text: add --json, which prints them, or --save FILE")
     if given.profile and given.trees.tree != "auto":
         raise InputError(
-            f"--profile is of what --tree auto learns, and --tree {given.trees.tree} learns nothing: leave one out"
+            f"--profile keeps what --tree auto learns, and --tree {given.trees.tree} learns nothing: leave one out"
         )
     if given.save_drafts and not given.online:
         raise InputError("--save-drafts writes what heads have learnt, and nothing learns: add --online")
@@ -245,7 +245,7 @@ def tree(
 def check_step(step: str) -> None:
     """Raise `InputError` for what is neither a step's number nor the word for the best one."""
     if step != BEST and (not step.isdecimal() or int(step) < 1):
-        raise InputError(f"step {step!r} is no step: give a number from 1 on, or {BEST}")
+        raise InputError(f"step {step!r} does not exist: give a number from 1 on, or {BEST}")
 
 
 def step_index(step: str, result: "Result") -> int:

@@ -45,7 +45,7 @@ class Access:
                 raise InputError(f"--api-key-file {self.api_key_file} cannot be read ({error})") from error
         keys = [key.strip() for key in found if key.strip()]
         if self.api_key_file and not keys:
-            raise InputError(f"--api-key-file {self.api_key_file} holds no key: write one a line")
+            raise InputError(f"--api-key-file {self.api_key_file} holds no key: write one on each line")
         if not keys and self.host not in LOOPBACK and not self.insecure:
             reach = f"--host {self.host} is reached from other machines, and there is no key"
             raise InputError(f"{reach}: add --api-key-file FILE, or --insecure")

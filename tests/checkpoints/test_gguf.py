@@ -317,7 +317,7 @@ def without(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
         (metadata(**{"tokenizer.ggml.token_type": [1]}), "it has 263 tokens and 1 types of them"),
         (metadata(**{"tokenizer.ggml.eos_token_id": 263}), "eos_token_id is 263, and there are 263 tokens"),
         (metadata(**{"tokenizer.ggml.remove_extra_whitespaces": True}), "remove_extra_whitespaces is true"),
-        (metadata(**{"tokenizer.ggml.merges": ["t h e"]}), "'t h e' among its merges is no pair"),
+        (metadata(**{"tokenizer.ggml.merges": ["t h e"]}), "'t h e' among its merges is not a pair"),
         (metadata(**{"tokenizer.ggml.merges": ["no tokens"]}), "tokens and merges contradict each other .*`no`"),
     ],
 )
