@@ -38,7 +38,7 @@ def chat(
     sampling: options.Sampling = LONG,
     system: Annotated[str | None, Option(help="A system message.", show_default="the chat template's")] = None,
 ) -> None:
-    """Talk to the target; accepted tokens have the colour of their draft. What was read is not read again."""
+    """Talk to the target; accepted tokens have the colour of their draft. Earlier turns are not read again."""
     conversation = Chat(models.decoder(grown=trees.policy), system, asdict(sampling))
     if sys.stdin.isatty():
         print(f"{conversation.legend}\n/help lists commands", file=sys.stderr)

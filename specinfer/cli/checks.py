@@ -73,7 +73,7 @@ def check_draft(
     plot: Annotated[Path | None, Option(help=f"File for a picture: .{', .'.join(PICTURES)}.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Say how well drafts fit a target, what trees they should gain here, and what is wrong if it is little."""
+    """Say how well drafts fit a target, what trees of each size should gain here, and what may be wrong."""
     with loading():
         from specinfer.evaluation.compare.prompts import read_prompt_file
         from specinfer.evaluation.doctor import PROMPTS

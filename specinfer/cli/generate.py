@@ -31,10 +31,10 @@ class Learning:
     """What is kept of a text for later ones."""
 
     profile: Annotated[
-        Path | None, Option(help="What auto learnt: used if the file is there, so runs repeat; else written.")
+        Path | None, Option(help="File of what auto learnt: used if it exists, so that runs repeat; otherwise written.")
     ] = None
     memory: Annotated[
-        Path | None, Option(help="Texts to draft from: read if the file is there, and written with this one added.")
+        Path | None, Option(help="File of texts to draft from: read if it exists, and written with this text added.")
     ] = None
     online: Annotated[bool, Option("--online", help="Heads learn from the text, after it.")] = False
     save_drafts: Annotated[
@@ -69,7 +69,7 @@ class Output:
     html: options.Html = None
     svg: options.Svg = None
     as_json: options.Json = False
-    steps: Annotated[bool, Option("--steps", help="With --json: every step and its tree, too.")] = False
+    steps: Annotated[bool, Option("--steps", help="With --json: also every step and its tree.")] = False
     logprobs: Annotated[
         bool, Option("--logprobs", help="With --json or --save: the target's log-probability of each new token.")
     ] = False
@@ -95,7 +95,7 @@ def generate(
     prompt: options.MaybePrompt = None,
     prompts: Annotated[
         list[Path] | None,
-        Option(help='In place of a prompt, files: JSON lines with "prompt", maybe "id" and "options". Repeat.'),
+        Option(help='In place of a prompt, files: JSON lines with "prompt", optionally "id" and "options". Repeat.'),
     ] = None,
     out: Annotated[Path | None, Option(help="With --prompts: folder for results; the same command resumes.")] = None,
     max_rows: Annotated[int, Option(help="With --prompts: texts at a time.", min=1)] = 16,
@@ -105,10 +105,10 @@ def generate(
     sampling: options.Sampling,
     form: options.Form,
     penalty_alpha: Annotated[
-        float | None, Option(help="Contrastive search among --top-k candidates: its penalty, 0.6 for example.")
+        float | None, Option(help="Contrastive search among --top-k candidates, with this penalty, such as 0.6.")
     ] = None,
     confidence_gate: Annotated[
-        float | None, Option(help="Draft only after tokens that the target found at least so probable.")
+        float | None, Option(help="Draft only after tokens to which the target gave at least this probability.")
     ] = None,
     learning: Learning,
     tensor_parallel: options.TensorParallel = 1,

@@ -148,7 +148,7 @@ def test_options_go_through_calls_and_files(decoder, tmp_path):
         ([USER], {"chat_template_kwargs": {"style": "short"}}, "does not read style"),
         ([USER], {"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs holds tools"),
         ([USER], {"chat_template_kwargs": [1]}, "not a dict"),
-        ([USER], {"tools": TOOL}, "tools=.* is no list"),
+        ([USER], {"tools": TOOL}, "tools=.* is not a list"),
         ([USER], {"add_generation_prompt": 1}, "neither True nor False"),
         ([USER, BEGUN], {"add_generation_prompt": True, "continue_final_message": True}, "continues the last"),
         ([USER, {"role": "assistant", "content": None}], {"continue_final_message": True}, "has no"),
