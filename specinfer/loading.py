@@ -119,7 +119,7 @@ def load(
             or of another shape: names them), dtype or device is unknown or not available, or another option is
             unknown or not possible. One line says what was tried, why it failed, and what to do.
         UnsupportedModel: its heads cannot be split over so many processes, or its weights are not rounded.
-        RankError: so many processes were not started.
+        RankError: another number of processes was started.
     """
     more = checked_options(model_kwargs, inspect.signature(load).parameters)
     placement = checked_placement(device_map, max_memory, offload_folder, device)

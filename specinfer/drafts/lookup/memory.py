@@ -58,7 +58,7 @@ class Memory:
         """Read what `save` wrote.
 
         Raises:
-            InputError: there is no such file, or it is no memory, or not whole.
+            InputError: there is no such file, or it is not a memory, or is incomplete.
         """
         memory, name = cls(max_bytes), checked_path(path)
         try:
