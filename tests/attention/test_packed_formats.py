@@ -92,7 +92,7 @@ def test_a_scale_that_is_no_number_is_refused(kind: str, wrong: float) -> None:
 def test_an_exponent_that_is_no_number_is_refused() -> None:
     rows = random_rows("MXFP4")
     rows[7, 0] = 255
-    with pytest.raises(ModelError, match="a scale of MXFP4 is no number"):
+    with pytest.raises(ModelError, match="a scale of MXFP4 is not a number"):
         quantised("MXFP4", rows)
 
 

@@ -343,7 +343,7 @@ def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
     weights = tensors(reference())
     name = "blk.1.ffn_up.weight"
     damaged = weights[name]._replace(data=b"\xff\xff" + weights[name].data[2:])
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: a scale of Q8_0 is no number"):
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: a scale of Q8_0 is not a number"):
         load_gguf(written(tmp_path, None, weights | {name: damaged}))
 
 

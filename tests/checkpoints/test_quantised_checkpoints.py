@@ -291,7 +291,7 @@ def test_values_that_no_matrix_has_are_named(tmp_path: Path) -> None:
     checkpoint(tmp_path, GPTQ, gptq(), more={f"{Q}.qzeros": torch.full((2, 16), -1).int()})
     assert f"{Q}: a zero point is stored as 15" in refusal(tmp_path)
     checkpoint(tmp_path, GPTQ, gptq(), more={f"{Q}.scales": torch.full((2, 128), torch.nan).half()})
-    assert f"{Q}: a scale is no number" in refusal(tmp_path)
+    assert f"{Q}: a scale is not a number" in refusal(tmp_path)
 
 
 def test_orders_that_are_missing_are_refused(tmp_path: Path) -> None:
