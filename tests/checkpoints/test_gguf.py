@@ -441,7 +441,7 @@ def changed(name: str) -> bytes:
 
 
 CHANGED = {
-    "cut in its header": "it should hold 263 texts in 'tokenizer.ggml.tokens', and has no room for them; the file is damaged, get it again",
+    "cut in its header": "it should hold 263 texts in 'tokenizer.ggml.tokens', and has no room for them; the file",
     "cut in its tensors": "and the file at",
     "no tokenizer": "lacks tokenizer.ggml.",
     "a format of number 99": "has format number 99, which is not read; take a file with",
