@@ -153,7 +153,11 @@ DAMAGED = {
     "no scales": ("down_proj_scales", None, "lacks 4 tensors (model.layers.1.mlp.experts.0.down_proj.scales"),
     "an odd row": ("gate_up_proj_blocks", torch.zeros(4, 127, 4, 16).byte(), "up_proj.blocks has shape (63, 4, 16)"),
     "too few experts": ("down_proj_scales", torch.zeros(3, 128, 2).byte(), "lacks 1 tensors (model.layers.1.mlp"),
-    "no number": ("down_proj_scales", torch.full((4, 128, 2), 255).byte(), "experts.0.down_proj: a scale is no number"),
+    "no number": (
+        "down_proj_scales",
+        torch.full((4, 128, 2), 255).byte(),
+        "experts.0.down_proj: a scale is not a number",
+    ),
 }
 
 
