@@ -440,11 +440,11 @@ def _read(where: str, asked: _Asked, local: bool = True) -> _Pair:
             config = AutoConfig.from_pretrained(where, **hub)
             if "distributed_config" in options:
                 _check_split(config, options["distributed_config"].tp_size)
+            tokenizer = AutoTokenizer.from_pretrained(where, **hub)  # first: weights take long
             model, info = _quantised(where, config, asked, hub), None
             if model is None:
                 read: Any = AutoModelForCausalLM.from_pretrained(where, **{**options, **told, "use_safetensors": True})
                 model, info = read
-            tokenizer = AutoTokenizer.from_pretrained(where, **hub)
     except ModelError:
         raise
     except Exception as error:  # a damaged file may raise anything

@@ -347,10 +347,42 @@ def test_the_command_line_reads_them_too(sound: Path, monkeypatch: pytest.Monkey
     changed(sound, AWQ)
     command = "generate", "aa", "--raw", "--max-new-tokens", "4"
     assert call(*command)[0] in (None, 0)
+    monkeypatch.setattr("specinfer.checkpoints.quantised.pack", None)
     changed(sound, AWQ | {"bits": 3})
     code, told = call(*command)
     assert code == 2
     assert "bits 3, and 4 are read" in told
+    assert told.count("\n") == 1
+
+
+LIES = {
+    "cut": ("model.safetensors", "model.safetensors is not read"),
+    "no tokenizer": ("tokenizer.json", "tokenizer"),
+    "no model": ("config.json", "config.json"),
+    "more than memory": ("", "its weights need 0.0 GB of memory, and 0.0 GB are free"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_the_command_line_refuses_folders_in_one_line(
+    tmp_path: Path, lie: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is packed."""
+    checkpoint(tmp_path, AWQ, awq())
+    name, message = LIES[lie]
+    if lie == "cut":
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1])
+    elif name:
+        (tmp_path / name).unlink()
+    else:
+        monkeypatch.setattr("specinfer.checkpoints.filling.free_bytes", lambda: 1000.0)
+    monkeypatch.setattr("specinfer.checkpoints.quantised.pack", None)
+    monkeypatch.setattr("sys.argv", ["specinfer", "generate", "aa", "--target", str(tmp_path), "--draft", "ngram"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    told = "".join(capsys.readouterr())
+    assert ended.value.code == 2
+    assert message in told
     assert told.count("\n") == 1
 
 
