@@ -103,7 +103,7 @@ class SpeculativeDecoder:
             and kept, with the caches that they read, for later calls (docs/gpu.md).
         compile: "auto" uses the passes that `specinfer compile` made for such models on this machine, if there are any.
             True makes them, which takes minutes, once.  False runs the models as they are.  See `passes`.
-        memory: a `Memory` of earlier texts, or the path of one, from which the suffix draft proposes, too.  None, the
+        memory: a `Memory` of earlier texts, or the path of one, from which the suffix draft also proposes.  None, the
             default: a row drafts from its own text.
         online: EAGLE-style heads learn from their own use, between calls, for at most this share of the calls' time;
             True is 0.05.  Text stays the target's.  See `save_drafts`.
@@ -193,14 +193,14 @@ class SpeculativeDecoder:
             device_map, max_memory, offload_folder: where the target's layers go: see `loading.load`.  Drafts are in
                 memory.
             tensor_parallel: processes that the target is spread over; drafts are whole in each.  See `loading.load`.
-            quantize: "int8" or "int4" rounds the weights of the target, and of drafts that are models, to so many bits,
+            quantize: "int8" or "int4" rounds the weights of the target, and of drafts that are models, to 8 or 4 bits,
                 for compiled passes on a CPU.  The rounded target is the target then.  See `loading.load`.
             **model_kwargs: further options of transformers' `from_pretrained`, for the target.
 
         Raises:
             ModelError: a model cannot be found or loaded, or an option is unknown or not possible; and what the
                 constructor raises.
-            RankError: so many processes were not started.
+            RankError: another number of processes was started.
         """
         checked_options(model_kwargs, inspect.signature(cls.from_pretrained).parameters)
         if target is not None and not _is_name(target):
@@ -317,11 +317,11 @@ class SpeculativeDecoder:
         """Generate for any number of prompts, a few at a time, and yield what finishes as it does.
 
         A prompt joins the running rows when another has ended.  Batching never changes a row's text.  Prompts are asked
-        for as they are needed, and beside the rows under way at most 1 GB of what others have read is kept, so both may
-        be without end.
+        for as they are needed, and beside the rows under way at most 1 GB of what others have read is kept, so an
+        endless iterator is fine.
 
         Args:
-            prompts: of any kind that `generate` takes one of; or a dict of such a "prompt" and options for it alone,
+            prompts: each as for `generate`; or a dict of that as "prompt" and of options for it alone,
                 for example ``{"prompt": "Why?", "seed": 7, "temperature": 0.5}``.
             max_rows: rows decoded at a time.
             keep_stop_string: as `generate`.
@@ -336,7 +336,7 @@ class SpeculativeDecoder:
                 ``partial`` holds the results of the rows under way so far.
         """
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-            raise InputError(f"prompts={prompts!r:.60} are not many: give a list or an iterator, or use generate")
+            raise InputError(f"prompts={prompts!r:.60} is not several prompts: give a list or use generate")
         seed = options.get("seed")
         common: dict[str, object] = {**options}
         request_of = partial(self._one_of_many, common, checked_flag("keep_stop_string", keep_stop_string))
@@ -354,7 +354,7 @@ class SpeculativeDecoder:
         asked = {**common, **dict(zip(FUNCTIONS, functions, strict=True)), **given}
         (request, *_), single = self._prepared(asked.pop("prompt"), asked, keep_stop_string, number)
         if not single:
-            raise InputError("one of many prompts is a list, or asks for several texts: give each its own place")
+            raise InputError("one of many prompts is a list, or asks for several texts: give each its own prompt")
         return request
 
     @spelled_out
@@ -584,7 +584,7 @@ class SpeculativeDecoder:
             beside = dict(prompt)
             prompt = beside.pop("input_ids")
         if (prompt is None) == (input_ids is None) or isinstance(input_ids, str):
-            raise InputError("give one prompt: text, messages or token ids first, or token ids as input_ids=")
+            raise InputError("give one prompt as the first argument, or token ids as input_ids=")
         pad = getattr(self.tokenizer, "pad_token_id", None)
         if pad is None:
             pad = plain(self.target.model.generation_config.pad_token_id)
@@ -717,7 +717,7 @@ def _check_arguments(model: object, tokenizer: object, gate: object) -> None:
     if tokenizer is not None and (isinstance(tokenizer, bytes | type) or not hasattr(tokenizer, "decode")):
         raise InputError(f"tokenizer={tokenizer!r:.60} cannot decode: give the target's, or None for ids only")
     if gate is not None and (isinstance(gate, bool) or not isinstance(gate, int | float) or not 0 <= gate <= 1):
-        raise InputError(f"confidence_gate={gate!r} is no probability: give a number from 0 to 1, or None")
+        raise InputError(f"confidence_gate={gate!r} is not a probability: give a number from 0 to 1, or None")
 
 
 def _as_draft(draft: Any) -> Draft:

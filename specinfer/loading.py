@@ -119,7 +119,7 @@ def load(
             or of another shape: names them), dtype or device is unknown or not available, or another option is
             unknown or not possible. One line says what was tried, why it failed, and what to do.
         UnsupportedModel: its heads cannot be split over so many processes, or its weights are not rounded.
-        RankError: so many processes were not started.
+        RankError: another number of processes was started.
     """
     more = checked_options(model_kwargs, inspect.signature(load).parameters)
     placement = checked_placement(device_map, max_memory, offload_folder, device)
@@ -449,8 +449,8 @@ def _read(where: str, asked: _Asked, local: bool = True) -> _Pair:
         raise
     except Exception as error:  # a damaged file may raise anything
         if other := re.search(r"Unrecognized configuration class .*?(\w+)Config'.* AutoModelForCausalLM", str(error)):
-            kind = f"{other[1]} is no causal language model, which goes on with a text"
-            raise ModelError(f"{kind} (encoders and encoder-decoders are none): name another model") from error
+            kind = f"{other[1]} is not a causal language model"
+            raise ModelError(f"{kind} (encoders and encoder-decoders are not either): name another model") from error
         raise ModelError(one_line(error)) from error
     if info is not None:
         _check_complete(info)

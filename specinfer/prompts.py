@@ -77,7 +77,7 @@ def read_objects(path: Path) -> Iterator[tuple[int, Record]]:
             wrong.append(f"line {number} is no object")
     if wrong:
         more = f", and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
-        raise InputError(f'{path}, {", ".join(wrong[:LISTED])}{more}: give an object with "prompt" a line')
+        raise InputError(f'{path}, {", ".join(wrong[:LISTED])}{more}: give an object with "prompt" on each line')
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -310,7 +310,7 @@ def _one_per_token(name: str, values: object, rows: Sequence[Sequence[int]]) -> 
         lists = [lists[0]] * len(rows)
     known = isinstance(lists, list | tuple) and all(isinstance(row, list | tuple) for row in lists)
     if not known or list(map(len, lists)) != list(map(len, rows)):
-        raise InputError(f"{name} has not the shape of the token ids: give one number per token")
+        raise InputError(f"{name} does not have the shape of the token ids: give one number per token")
     return [list(row) for row in lists]
 
 

@@ -85,7 +85,7 @@ def quantised(kind: str, rows: Tensor) -> Quantised:
     blocks = rows.view(len(rows), -1, KINDS[kind].size)
     found = _READERS[kind](blocks)
     if not all(part.isfinite().all() for part in (found.scale, found.minimum) if part is not None):
-        raise ModelError(f"a scale of {kind} is no number: the file is damaged, and so would texts be; get it again")
+        raise ModelError(f"a scale of {kind} is not a number, so texts would be wrong: get the file again")
     flat = (part.reshape(len(rows), -1) if isinstance(part, Tensor) else part for part in found)
     return Quantised(*flat)  # type: ignore[arg-type]
 

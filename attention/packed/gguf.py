@@ -200,7 +200,7 @@ class _Header:
         start = -(-self.at // alignment) * alignment
         for name, (_, _, offset) in table.items():
             if offset % alignment:
-                self.refuse(f"tensor {name!r:.80} begins at {offset}, which is no multiple of {alignment}")
+                self.refuse(f"tensor {name!r:.80} begins at {offset}, which is not a multiple of {alignment}")
         return {name: self.stored(name, shape, kind, start + at) for name, (shape, kind, at) in table.items()}
 
     def stored(self, name: str, shape: tuple[int, ...], number: int, start: int) -> Stored:
@@ -211,7 +211,7 @@ class _Header:
             self.refuse(f"tensor {name!r:.80} has format {kind}, which is not read", advice)
         _, inputs, size = KINDS[_NAMES[number]]
         if 0 in shape or shape[-1] % inputs:
-            self.refuse(f"tensor {name!r:.80} of {_NAMES[number]} has shape {shape}, which is not of whole blocks")
+            self.refuse(f"tensor {name!r:.80} of {_NAMES[number]} has shape {shape}, which cuts a block")
         row = shape[-1] // inputs * size
         count = math.prod(shape[:-1]) * row
         if start + count > self.size:

@@ -1,4 +1,4 @@
-"""Files of prompts in, a folder of results out: as many as there are, and a killed run goes on.
+"""Files of prompts in, a folder of results out: any number of prompts, and the same call resumes.
 
 Knows: JSON lines with prompts, the records of a folder.  Does not know: how prompts are decoded a few at a time.
 
@@ -90,7 +90,7 @@ def read_prompts(files: Sequence[str | Path]) -> list[PromptLine]:
                 raise InputError(f'{path}, line {line}: "options" must be an object such as {{"temperature": 0.7}}')
             found.append(PromptLine(len(found), path.name, line, row))
     if not found:
-        raise InputError(f"{', '.join(map(str, files)) or 'no file'}: there are no prompts, give a line each")
+        raise InputError(f"{', '.join(map(str, files)) or 'no file'}: there are no prompts; write one on each line")
     return found
 
 
@@ -109,7 +109,7 @@ def generate_files(
     The folder gets ``records.jsonl``, a line per prompt in the order in which they finish, with "number", "file",
     "line", "id" if there was one, and "text", "token_ids", "finish_reason", "seed" (None if greedy), "prompt_tokens",
     "new_tokens", "target_passes"; or with "error" for a prompt that is refused.  ``settings.json`` says what made it.
-    The same call goes on after a kill: what is in the folder is not made again.
+    After an interruption the same call resumes: what is in the folder is not made again.
 
     Args:
         decoder: what decodes.

@@ -54,7 +54,7 @@ def configuration(keys: Keys, tensors: Mapping[str, Stored]) -> PreTrainedConfig
     head = keys.of_model("attention.key_length", int, hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if (found := keys.of_model(key, int, head)) != head:
-            raise keys.refusal(f"{key} is {found}, and {head} alone, as of keys, is possible", "use another model")
+            raise keys.refusal(f"{key} is {found}, and must be {head}, as for keys", "use another model")
     if "token_embd.weight" not in tensors:
         raise keys.refusal("it has no tensor token_embd.weight")
     layers = {int(part[1]) for name in tensors if (part := re.match(r"blk\.(\d+)\.", name))}

@@ -61,7 +61,7 @@ class Shards:
             try:
                 files = sorted(set(json.loads(index.read_text())["weight_map"].values()))
             except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-                raise self.refusal(f"its {INDEX} is not read ({one_line(error)})") from error
+                raise self.refusal(f"its {INDEX} cannot be read ({one_line(error)})") from error
             if any(not isinstance(name, str) or Path(name).name != name for name in files):
                 raise self.refusal(f"its {INDEX} names files of other folders")
             return files
@@ -76,7 +76,7 @@ class Shards:
             file = safe_open(self.folder / name, framework="pt")
             parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  (it is no dict)
         except (OSError, SafetensorError) as error:
-            raise self.refusal(f"{name} is not read ({one_line(error)})") from error
+            raise self.refusal(f"{name} cannot be read ({one_line(error)})") from error
         if both := self.tensors.keys() & parts:
             raise self.refusal(f"{name} has a tensor that another file has as well ({min(both)})")
         self.tensors |= {key: Stored(part.get_dtype(), tuple(part.get_shape()), file) for key, part in parts.items()}

@@ -65,10 +65,10 @@ def distill(
     prompts: Annotated[
         list[Path], Option(help='JSON lines with "prompt" (and "split": only train), or .txt by line. Repeat.')
     ],
-    out: Annotated[Path, Option(help="Folder for drafts and text; the same command goes on after a kill.")],
+    out: Annotated[Path, Option(help="Folder for drafts and text; the same command resumes.")],
     target: options.Target = None,
     text: Annotated[
-        list[Path] | None, Option(help="Given text to learn from as well: a document a block or line. Repeat.")
+        list[Path] | None, Option(help="Files of text to learn from as well: each block or line is a document. Repeat.")
     ] = None,
     drafts: Annotated[
         int | None, Option(help="Heads, each tuned on what the earlier ones miss.", show_default="2, of an lm 1")

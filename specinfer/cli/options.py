@@ -190,7 +190,7 @@ class Form:
             try:
                 schema = parse_json(text)
             except ValueError as error:
-                raise InputError(f"--json-schema {self.json_schema} holds no JSON ({error!s:.100})") from error
+                raise InputError(f"--json-schema {self.json_schema} is not JSON ({error!s:.100})") from error
             found["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         return {name: value for name, value in found.items() if value is not None}
 

@@ -90,7 +90,7 @@ def checked_placement(device_map: object, max_memory: object, offload_folder: ob
     given = {"max_memory": max_memory, "offload_folder": offload_folder}
     if device_map is None:
         if named := [name for name, value in given.items() if value is not None]:
-            raise ModelError(f'{named[0]} is of layers that go to several places: give device_map="auto", too')
+            raise ModelError(f'{named[0]} concerns layers that a device_map spreads: give device_map="auto" as well')
         return {}
     if str(device) != "auto":
         raise ModelError(f"device={str(device)!r} and a device_map both say where the model goes: leave one out")
@@ -111,7 +111,7 @@ def _map(device_map: object) -> object:
         return {"": device_map}
     for name, where in device_map.items():
         if not isinstance(name, str):
-            raise ModelError(f"device_map has {name!r:.40}, which is no module's name")
+            raise ModelError(f"device_map has {name!r:.40}, which is not a module's name")
         _check_device(where, "cpu, disk, cuda:<n> or <n>")
     return dict(device_map)
 

@@ -1,4 +1,4 @@
-"""A folder of settings and of records, JSON lines that a killed run continues.
+"""A folder of settings and of records, JSON lines from which an interrupted run resumes.
 
 Knows: how a line gets to the disk, what a cut-off line looks like.  Does not know: what is recorded.
 
@@ -85,7 +85,7 @@ class Records:
                 return
             record = self._parse_line(line)
             if record is None:
-                raise InputError(f"{self.path}, line {number} is damaged, and was not cut off: remove that line")
+                raise InputError(f"{self.path}, line {number} is damaged, and not only cut off: remove that line")
             yield record
 
     def _lines(self) -> Iterator[bytes]:

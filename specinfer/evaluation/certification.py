@@ -419,7 +419,7 @@ def certify(
     Args:
         pairs: what to certify.
         vocabulary: number of tokens, 3 or more for the mistakes to show; work grows with a power of it.
-        tokens: the distribution is joint over so many emitted tokens, unless a pair sets its own number.
+        tokens: the distribution is joint over this many emitted tokens, unless a pair sets its own number.
         seed: of the made-up models.
         progress: called with "pairs", how many are done, and of how many, once and after each.
 

@@ -69,7 +69,7 @@ def custom_generate(
         draft_model: a draft model, "ngram", a `Draft`, or a list of those; None is "ngram".
         tree: the growth policy; None = no speculation.  Give all calls the same `Auto`, and it keeps what it learns.
         seed, logprobs: as `SpeculativeDecoder.prepare`; log-probabilities are in `SpeculativeOutput`.
-        spec_streamer: a transformers streamer, for one row, that gets the prompt, too.
+        spec_streamer: a transformers streamer, for one row, that also gets the prompt.
         target_tokenizer: needed if the draft has another one: ``draft_model=ModelDraft(model, its tokenizer)``.
         assistant_model: the draft model by transformers' name.
         streamer: a transformers streamer, for one row, that has the prompt already.

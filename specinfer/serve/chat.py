@@ -152,5 +152,5 @@ def _as_read(message: Message) -> dict[str, object]:
             try:
                 call["function"]["arguments"] = json.loads(arguments or "{}")
             except ValueError:
-                raise ApiError(400, "messages: the arguments of a tool call are no JSON", "messages") from None
+                raise ApiError(400, "messages: the arguments of a tool call are not JSON", "messages") from None
     return found

@@ -191,7 +191,7 @@ class Body(Struct, kw_only=True):
         try:
             return {(int(token),): bias for token, bias in (self.logit_bias or {}).items()}
         except ValueError:
-            raise ApiError(400, "logit_bias: a key is no token id", "logit_bias") from None
+            raise ApiError(400, "logit_bias: a key is not a token id", "logit_bias") from None
 
 
 class Function(Struct, omit_defaults=True):
@@ -428,7 +428,7 @@ def parsed(data: bytes, kind: type[B]) -> B:
     for names, neutral, advice in REFUSED:
         for name in names.split():
             if fields.get(name) is not None and fields[name] not in neutral:
-                raise ApiError(400, f"{name} cannot be used here, and the text would be another one: {advice}", name)
+                raise ApiError(400, f"{name} is not supported, and would change the text: {advice}", name)
     if unknown := sorted(fields.keys() - set(kind.__struct_fields__)):
         log.info("fields that are ignored: %.200r", unknown)
     return body

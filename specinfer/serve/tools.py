@@ -191,7 +191,7 @@ class Forced:
         """
         function, guidance = tool.function, self.decoder.guidance
         if not re.fullmatch(NAMES, function.name):
-            raise ApiError(400, f"tools: {function.name!r:.60} is no name of a function, which is {NAMES}", "tools")
+            raise ApiError(400, f"tools: {function.name!r:.60} is not a function's name, {NAMES}", "tools")
         given = NO_ARGUMENTS if function.parameters is None else function.parameters
         style = {**AS_WRITTEN, "lenient": not function.strict}
         try:

@@ -34,7 +34,7 @@ def watch(decoder: SpeculativeDecoder, prompt: Prompt = None, **options: Unpack[
     """
     if not in_notebook():
         advice = "iterate over decoder.stream(prompt), or draw a result with to_html"
-        raise InputError(f"a live view needs a notebook with IPython, and this is none: {advice}")
+        raise InputError(f"a live view needs a notebook with IPython, and this is not one: {advice}")
     from IPython.display import HTML, display
 
     run = decoder.open(prompt, **options)

@@ -85,14 +85,14 @@ def test_a_scale_that_is_no_number_is_refused(kind: str, wrong: float) -> None:
     for at in HALVES[kind]:
         rows = random_rows(kind)
         rows[7, at : at + 2] = torch.tensor([wrong], dtype=torch.float16).view(torch.uint8)
-        with pytest.raises(ModelError, match=f"a scale of {kind} is no number: the file is damaged"):
+        with pytest.raises(ModelError, match=f"a scale of {kind} is not a number"):
             quantised(kind, rows)
 
 
 def test_an_exponent_that_is_no_number_is_refused() -> None:
     rows = random_rows("MXFP4")
     rows[7, 0] = 255
-    with pytest.raises(ModelError, match="a scale of MXFP4 is no number"):
+    with pytest.raises(ModelError, match="a scale of MXFP4 is not a number"):
         quantised("MXFP4", rows)
 
 

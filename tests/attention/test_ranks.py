@@ -445,7 +445,7 @@ def test_bad_numbers_are_refused(folder, monkeypatch):
             loading.load(folder, tensor_parallel=count)
     monkeypatch.setenv("SPECINFER_RANKS_TIMEOUT", "soon")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RankError, match="SPECINFER_RANKS_TIMEOUT='soon' is no number of seconds"):
+    with pytest.raises(RankError, match="SPECINFER_RANKS_TIMEOUT='soon' is not a number of seconds"):
         loading.load(folder, "float32", "cpu", tensor_parallel=2)
 
 

@@ -190,7 +190,7 @@ def test_what_is_wrong_with_all_prompts_is_said_at_once(target):
         with pytest.raises(error):
             made.generate_many(MANY, **options)
     for prompts in ("text", {"prompt": [1]}, 7):
-        with pytest.raises(InputError, match="not many"):
+        with pytest.raises(InputError, match="not several prompts"):
             made.generate_many(prompts)
 
 

@@ -300,8 +300,8 @@ def without(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
             metadata(**{"llama.attention.head_count_kv": [2, 2]}),
             r"head_count_kv is \[2, 2\], and should be of type int",
         ),
-        (metadata(**{"llama.attention.value_length": 8}), "value_length is 8, and 16 alone"),
-        (metadata(**{"llama.rope.dimension_count": 8}), "dimension_count is 8, and 16 alone"),
+        (metadata(**{"llama.attention.value_length": 8}), "value_length is 8, and must be 16"),
+        (metadata(**{"llama.rope.dimension_count": 8}), "dimension_count is 8, and must be 16"),
         (metadata(**{"llama.rope.scaling.type": "longrope"}), "rotary scaling is 'longrope'; none, linear and yarn"),
         (metadata(**{"llama.attention.scale": 0.5}), "metadata has llama.attention.scale, which is not read"),
         (metadata(**{"llama.expert_count": 8}), "metadata has llama.expert_count, which is not read"),
@@ -314,10 +314,10 @@ def without(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
         ),
         (without(metadata(), "tokenizer.ggml.pre"), "split in the way of 'nothing'"),
         (metadata(**{"tokenizer.ggml.tokens": [1]}), r"tokens is \[1\], and should be an array of type str"),
-        (metadata(**{"tokenizer.ggml.token_type": [1]}), "it has 263 tokens and 1 types of them"),
+        (metadata(**{"tokenizer.ggml.token_type": [1]}), "it has 263 tokens and 1 token types"),
         (metadata(**{"tokenizer.ggml.eos_token_id": 263}), "eos_token_id is 263, and there are 263 tokens"),
         (metadata(**{"tokenizer.ggml.remove_extra_whitespaces": True}), "remove_extra_whitespaces is true"),
-        (metadata(**{"tokenizer.ggml.merges": ["t h e"]}), "'t h e' among its merges is no pair"),
+        (metadata(**{"tokenizer.ggml.merges": ["t h e"]}), "'t h e' among its merges is not a pair"),
         (metadata(**{"tokenizer.ggml.merges": ["no tokens"]}), "tokens and merges contradict each other .*`no`"),
     ],
 )
@@ -343,7 +343,7 @@ def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
     weights = tensors(reference())
     name = "blk.1.ffn_up.weight"
     damaged = weights[name]._replace(data=b"\xff\xff" + weights[name].data[2:])
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: a scale of Q8_0 is no number"):
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: a scale of Q8_0 is not a number"):
         load_gguf(written(tmp_path, None, weights | {name: damaged}))
 
 

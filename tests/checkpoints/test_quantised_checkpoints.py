@@ -272,13 +272,13 @@ def test_files_that_end_early_are_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path, AWQ, awq(), parts=2)
     path = tmp_path / "model-00002-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    assert f"{path.name} is not read" in refusal(tmp_path)
+    assert f"{path.name} cannot be read" in refusal(tmp_path)
     path.unlink()
-    assert f"{path.name} is not read" in refusal(tmp_path)
+    assert f"{path.name} cannot be read" in refusal(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}')
     assert "names files of other folders" in refusal(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{")
-    assert "index.json is not read" in refusal(tmp_path)
+    assert "index.json cannot be read" in refusal(tmp_path)
 
 
 def test_values_that_no_matrix_has_are_named(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_values_that_no_matrix_has_are_named(tmp_path: Path) -> None:
     checkpoint(tmp_path, GPTQ, gptq(), more={f"{Q}.qzeros": torch.full((2, 16), -1).int()})
     assert f"{Q}: a zero point is stored as 15" in refusal(tmp_path)
     checkpoint(tmp_path, GPTQ, gptq(), more={f"{Q}.scales": torch.full((2, 128), torch.nan).half()})
-    assert f"{Q}: a scale is no number" in refusal(tmp_path)
+    assert f"{Q}: a scale is not a number" in refusal(tmp_path)
 
 
 def test_orders_that_are_missing_are_refused(tmp_path: Path) -> None:

@@ -455,8 +455,8 @@ def test_limits_of_one_text_are_not_those_of_others(tokenizer, monkeypatch):
         ({"response_format": form({"$ref": "http://example.com/a"})}, "example.com"),
         ({"response_format": form({"type": "arr"})}, "Invalid type"),
         ({"response_format": form({"const": "a\0"})}, "NUL"),
-        ({"response_format": form({"const": {1, 2}})}, "no JSON"),
-        ({"response_format": form({"const": float("nan")})}, "no JSON"),
+        ({"response_format": form({"const": {1, 2}})}, "not JSON"),
+        ({"response_format": form({"const": float("nan")})}, "not JSON"),
     ],
 )
 def test_what_cannot_be_followed_is_refused_before_a_model_runs(plain, options, message):

@@ -330,7 +330,7 @@ def test_the_command_prints_tables_json_and_a_picture(run, tmp_path):
         ([], "'bundled': no heads for this target"),
         (["--draft", "ngram", "--prompts", "nowhere.jsonl"], "cannot read"),
         (["--draft", "ngram", "--max-new-tokens", 1], "max_new_tokens=1"),
-        (["--draft", "ngram", "--plot", "x.txt"], "no picture that can be written"),
+        (["--draft", "ngram", "--plot", "x.txt"], "cannot be written as a picture"),
     ],
 )
 def test_bad_input_is_one_line(run, arguments, message):

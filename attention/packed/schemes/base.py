@@ -87,7 +87,7 @@ def parts(matrix: Matrix, outputs: int) -> Iterator[Quantised]:
     """
     scales, middle = matrix.scales.float(), 1 << (matrix.bits - 1)
     if not scales.isfinite().all():
-        raise ModelError("a scale is no number: the file is damaged, and so would texts be; get it again")
+        raise ModelError("a scale is not a number, so texts would be wrong: get the file again")
     offsets, span = None, min(matrix.group & -matrix.group, LONGEST)  # a power of two
     times = matrix.group // span
     if matrix.zeros is not None and (matrix.zeros != middle).any():

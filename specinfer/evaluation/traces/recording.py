@@ -75,8 +75,8 @@ def record(
         max_new_tokens: per prompt.
         temperature: 0 is greedy; others sample from the whole distribution (top_k 0, top_p 1).
         seed: of the first prompt; the next ones take the numbers after it.
-        nodes: best-first trees of at most so many nodes can be replayed; 0 records none.
-        depth: trees of at most so many levels can be replayed.
+        nodes: best-first trees of at most this many nodes can be replayed; 0 records none.
+        depth: trees of at most this many levels can be replayed.
         top: candidates kept per node along the text, and tokens kept per distribution.  No wider level can be replayed.
             None keeps complete distributions, and `TOP` candidates.
         draws: draws per node that multi-step sampling can be replayed with; sampling only.

@@ -320,7 +320,7 @@ class TraceFolder:
         """
         found = {record["number"]: record for record in self.records}
         if not all(isinstance(number, int) for number in found):
-            raise InputError(f"{self.records.path} is damaged: a number is none; record again into another folder")
+            raise InputError(f"{self.records.path} is damaged: a text has no number; record again into another folder")
         return found
 
     def path(self, number: int) -> Path:
