@@ -47,7 +47,7 @@ def asked(models, monkeypatch):
     """Names that the loader was asked for."""
     names = []
 
-    def load(name=None, dtype="auto", device="auto"):
+    def load(name=None, dtype="auto", device="auto", **_):
         names.append(name)
         tokenizer = byte_tokenizer()
         if name == "other":
@@ -578,7 +578,7 @@ def test_other_peoples_files_are_not_touched(run, tmp_path, name):
 def test_settings_under_which_nothing_was_measured_are_replaced(run, tmp_path, monkeypatch):
     """A mistake in the first command does not spoil its folder."""
 
-    def load(name, *_):
+    def load(name, *_, **__):
         raise ModelError(f"no {name}")
 
     with monkeypatch.context() as patched:
