@@ -15,12 +15,13 @@ from jinja2 import TemplateError
 from specinfer.attention import TreeModel, running
 from specinfer.common.chat import ChatOptions, begins_as_rendered, rendered
 from specinfer.common.files import parse_json
+from specinfer.common.records import Record
 from specinfer.common.values import plain
 from specinfer.errors import InputError, one_line
 
 LISTED = 5  # lines of a file that a message names
 PROBED = 8  # tokens that a model reads to find out whether token types of 0 change anything
-OnePrompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids or chat messages
+OnePrompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, object]]  # text, token ids or chat messages
 Prompt: TypeAlias = Any  # one, a batch, arrays, or what a tokenizer returns; see `encode`
 
 
@@ -40,7 +41,7 @@ class Inputs(TypedDict, total=False):
     position_ids: Any
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_rows(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield line numbers, from 1, and objects of a file of JSON lines with "prompt"; skip blank lines.
 
     Raises:
@@ -55,7 +56,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_objects(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield line numbers, from 1, and objects of a file of JSON lines; skip blank lines.
 
     Raises:

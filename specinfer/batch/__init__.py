@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from specinfer.calls.many import Finished
 from specinfer.common.files import locked
 from specinfer.common.progress import Progress
-from specinfer.common.records import Records
+from specinfer.common.records import Record, Records
 from specinfer.common.values import checked_names
 from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder, row_seeds
@@ -35,15 +35,15 @@ class PromptLine(NamedTuple):
     number: int  # among all prompts, from 0
     file: str
     line: int  # from 1
-    row: dict[str, Any]
+    row: Record
 
     @property
-    def where(self) -> dict[str, Any]:
+    def where(self) -> Record:
         """What a record says of it."""
         named = {"id": self.row["id"]} if "id" in self.row else {}
         return {"number": self.number, "file": self.file, "line": self.line, **named}
 
-    def asked(self, seed: int) -> dict[str, Any]:
+    def asked(self, seed: int) -> Record:
         """Return one of many prompts, as `generate_many` takes it; a line without a prompt is refused in its place."""
         return {"seed": seed + self.number, **self.row.get("options", {}), "prompt": self.row.get("prompt", "")}
 
@@ -64,7 +64,7 @@ class Summary:
         """Of this run, prompts included; 0 if nothing was left to do."""
         return self.new_tokens / self.seconds if self.new_tokens else 0.0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a JSON-ready dict."""
         return {**vars(self), "folder": str(self.folder), "tokens_per_second": self.tokens_per_second}
 
@@ -162,7 +162,7 @@ def _settings(
     }
 
 
-def _written(found: Iterator[Finished], left: Sequence[PromptLine], records: Records) -> Iterator[dict[str, Any]]:
+def _written(found: Iterator[Finished], left: Sequence[PromptLine], records: Records) -> Iterator[Record]:
     """Write a record for each prompt that finishes, and yield it."""
     for number, result, error in found:
         record = left[number].where

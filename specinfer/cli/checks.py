@@ -98,7 +98,7 @@ def _unrefused(name: str, dtype: str, device: str, quantize: str | None) -> "str
     quieten()
     if name in WORDS:
         return name
-    draft = load_draft(name, dtype, device, **({"quantize": quantize} if quantize else {}))
+    draft = load_draft(name, dtype, device, quantize)
     if isinstance(draft, PublishedDraft):
         draft.least = 0.0
     return draft

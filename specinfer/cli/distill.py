@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from specinfer.cli import options
 from specinfer.cli.terminal import loading, print_json, quieten, resumable, show
 from specinfer.common.progress import Bars, busy
+from specinfer.common.records import Record
 from specinfer.errors import InputError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def distill(
         show([_row(draft) for draft in made["drafts"]])
 
 
-def _row(draft: dict[str, Any]) -> dict[str, Any]:
+def _row(draft: Record) -> dict[str, object]:
     """Return a draft's line of the table."""
     rates = {f"top-{k}": f"{rate:.3f}" for k, rate in enumerate(draft["hits"][0], 1)}
     return {"draft": draft["folder"], "steps": draft["steps"], **rates}

@@ -129,7 +129,7 @@ def replay(
         print(f"\nchains of {name}: {model}")
 
 
-def _row(row: "Replay") -> dict[str, str]:
+def _row(row: "Replay") -> dict[str, object]:
     """Return a line of the table of replays."""
     names = {"tree": row.policy, "verifier": row.verifier, "drafts": ", ".join(row.drafts)}
     figures = {"tokens/pass": interval(row.tokens_per_pass), "how": row.how}

@@ -180,9 +180,9 @@ class Form:
     regex: Annotated[str | None, Option(help="Regex that the whole text matches.")] = None
     choice: Annotated[list[str] | None, Option(help="A text that is allowed. Repeat.")] = None
 
-    def asked(self) -> dict[str, Any]:
+    def asked(self) -> dict[str, object]:
         """Return the options of a call; raise `InputError` for a file that cannot be read."""
-        found: dict[str, Any] = {"regex": self.regex, "choices": self.choice or None}
+        found: dict[str, object] = {"regex": self.regex, "choices": self.choice or None}
         if self.grammar:
             found["grammar"] = _read("--grammar", self.grammar)
         if self.json_schema:

@@ -92,7 +92,7 @@ def begins_as_rendered(text: str, tokenizer: object) -> str:
     return token if written.startswith(token) else ""
 
 
-def _ending(messages: Sequence[Any], options: ChatOptions) -> dict[str, Any]:
+def _ending(messages: Sequence[Any], options: ChatOptions) -> dict[str, object]:
     """Return how the prompt ends: with a turn that is begun, or in the last message.
 
     Raises:
@@ -146,12 +146,12 @@ def _is_written(messages: Sequence[Any], texts: Sequence[str], write: Callable[[
     return all(text.strip() in written for text in said) and not any(each in written for each in looks)
 
 
-def _with(message: Mapping[str, Any], content: Any) -> Mapping[str, Any]:
+def _with(message: Mapping[str, object], content: Any) -> Mapping[str, object]:
     """Return a message with its content in another form; what has none stays so."""
     return message if message.get("content") is None else {**message, "content": content}
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def _text(message: Mapping[str, object]) -> str:
     """Return the text of a message, whose content may be given as parts.
 
     Raises:

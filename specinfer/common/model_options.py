@@ -9,15 +9,17 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeAlias
 
 import torch
 
 from specinfer.common.advice import did_you_mean, where_to_give
 from specinfer.errors import ModelError
 
+DeviceMap: TypeAlias = str | int | Mapping[str, str | int | torch.device] | torch.device | None
 HUB = ("cache_dir", "revision", "subfolder", "token")  # which files are read, of tokenizers, too
-PASSED_ON: dict[str, Any] = {  # options of transformers, and their types
+PASSED_ON: dict[str, type | UnionType] = {  # options of transformers, and their types
     "cache_dir": str | os.PathLike,
     "revision": str,
     "subfolder": str,
@@ -47,7 +49,7 @@ DEVICES: dict[str, Callable[[], int]] = {
 PLANS = ("auto", "balanced", "balanced_low_0", "sequential")  # words for device maps
 
 
-def checked_options(given: Mapping[str, Any], others: Iterable[str] = ()) -> dict[str, Any]:
+def checked_options(given: Mapping[str, object], others: Iterable[str] = ()) -> dict[str, Any]:
     """Return the options to pass on to transformers.
 
     Args:
@@ -126,7 +128,7 @@ def _check_device(where: object, choices: str) -> None:
         raise ModelError(f"device_map has {where!r:.40}, and torch sees {count} such devices: give {choices}")
 
 
-def _sizes(max_memory: Any) -> dict[int | str, int]:
+def _sizes(max_memory: object) -> dict[int | str, int]:
     from accelerate.utils import convert_file_size_to_int
 
     form = 'a dict such as {"cpu": "8GiB", 0: "20GiB"}'
