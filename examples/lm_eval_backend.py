@@ -4,7 +4,7 @@
 
 Requests to generate go through `generate_many`, so rows join as others end, with speculation and the same texts.
 Log-likelihoods go through `score`: choices of one question are a token tree, which one pass scores.  Every answer goes
-to the harness's cache at once, so an evaluation with `use_cache` goes on after a kill.
+to the harness's cache at once, so an evaluation with `use_cache` resumes after a kill.
 
 What the model reads and where a text ends are as in `HFLM`, the Hugging Face model of lm_eval 0.4.13 (its
 `api/model.py`, `models/huggingface.py`, `models/utils.py`), so numbers are those of `HFLM`.  Options of a request that

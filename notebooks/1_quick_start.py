@@ -3,7 +3,7 @@
 #
 # Small drafts grow a **token tree**. The target scores all of its nodes in **one** forward pass, and the tokens that it
 # agrees with are kept. The text is the target's own. Two CPU cores run this notebook in a minute; `make notebooks` runs
-# all five.
+# all six.
 
 # %%
 from specinfer import BestFirst, SpeculativeDecoder

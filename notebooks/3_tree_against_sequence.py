@@ -112,6 +112,6 @@ for name, (policy, verifier) in rules.items():
 
 # %% [markdown]
 # Four prompts are an example, not a measurement: the intervals above are wide. `specinfer compare`, `record`, `replay`
-# and `paper-tables` do the same for whole sets, and go on after a kill.
+# and `paper-tables` do the same for whole sets, and resume if they are interrupted.
 #
 # Next: why [sampling stays lossless](4_lossless_sampling.ipynb).

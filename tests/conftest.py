@@ -16,6 +16,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
+from torch._inductor import config as inductor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specinfer import TokenTree, check_model
@@ -26,8 +27,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a thread for each worker and for what
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
-# Of compiled passes, kernels alone need to be fast.
-os.environ.setdefault("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+inductor.aot_inductor.compile_wrapper_opt_level = "O0"  # of compiled passes, kernels alone need to be fast
 
 VOCAB = 264  # of the tiny target: 256 bytes, two special tokens, and padding beyond the tokenizer's table
 EOS_TEXT, PAD_TEXT = 256, 257

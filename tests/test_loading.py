@@ -161,7 +161,7 @@ def test_a_model_that_does_not_go_on_with_a_text_is_named(tmp_path):
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 50}
     T5ForConditionalGeneration(T5Config(**sizes)).save_pretrained(tmp_path)
     message = refusal(tmp_path)
-    assert "T5 is no causal language model" in message
+    assert "T5 is not a causal language model" in message
     assert "LlamaConfig" not in message
 
 

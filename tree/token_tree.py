@@ -182,7 +182,7 @@ class TokenTree(Displayed):
 
         Args:
             root: the last committed token.
-            scores: by path, its tokens from below the root; all beginnings of a path are listed, too.
+            scores: by path, its tokens from below the root; all beginnings of a path are also listed.
             draft: its id.
 
         Raises:

@@ -232,7 +232,7 @@ class _WeightInputs:
             elif name is not None:
                 _replace(node, self.input("weight", (name,), tuple(tensor.shape), tensor.dtype))
             elif tensor.numel() > (1 if tensor.is_floating_point() else LARGEST):
-                raise ValueError(f"the graph would hold {tuple(tensor.shape)} numbers that are no parameter or buffer")
+                raise ValueError(f"the graph would hold {tuple(tensor.shape)} numbers of no parameter or buffer")
         return tuple(self.sources)
 
     def join(self, states: fx.Node, biased: bool, form: str, group: Sequence[fx.Node]) -> None:

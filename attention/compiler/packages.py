@@ -81,7 +81,7 @@ def offer(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounded
         except (OSError, RuntimeError) as error:  # no access to the folder, no home
             raise NotCompiled(f"packages cannot be looked for ({error})") from error
     if compiled is None:
-        advice = "not compiled yet: `specinfer compile` does it in minutes, once, and passes get faster"
+        advice = "not compiled yet: `specinfer compile`, for the same --target, takes minutes once and speeds them up"
         raise NotCompiled(missing_compiler() or advice)
     return compiled
 

@@ -64,10 +64,13 @@ KINDS = {
     "IQ4_NL": Kind(20, 32, 18),
     "IQ4_XS": Kind(23, 256, 136),
     "BF16": Kind(30, 1, 2),
+    "TQ1_0": Kind(34, 256, 54),
+    "TQ2_0": Kind(35, 256, 66),
     "MXFP4": Kind(39, 32, 17),
+    "NVFP4": Kind(40, 64, 36),
 }
 _IQ4 = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
-_FP4 = 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12  # twice the numbers of E2M1
+FP4 = 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12  # twice the numbers of E2M1
 
 
 def quantised(kind: str, rows: Tensor) -> Quantised:
@@ -85,7 +88,7 @@ def quantised(kind: str, rows: Tensor) -> Quantised:
     blocks = rows.view(len(rows), -1, KINDS[kind].size)
     found = _READERS[kind](blocks)
     if not all(part.isfinite().all() for part in (found.scale, found.minimum) if part is not None):
-        raise ModelError(f"a scale of {kind} is no number: the file is damaged, and so would texts be; get it again")
+        raise ModelError(f"a scale of {kind} is not a number, so texts would be wrong: get the file again")
     flat = (part.reshape(len(rows), -1) if isinstance(part, Tensor) else part for part in found)
     return Quantised(*flat)  # type: ignore[arg-type]
 
@@ -108,6 +111,13 @@ def numbers(found: Quantised) -> Tensor:
 def dense(kind: str, rows: Tensor) -> Tensor:
     """Return rows (N, bytes of a row) of F32, F16 or BF16 as float32 numbers (N, K), in memory that is new."""
     return rows.clone().view(DENSE[kind]).float()  # a file's rows may begin at any byte
+
+
+def half_powers(octets: Tensor) -> Tensor:
+    """Return half of the powers of two that bytes stand for (E8M0), as float32: `FP4` is doubled; 255 is no number."""
+    exponent = octets.int()
+    bits = torch.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
+    return bits.view(torch.float32).masked_fill(exponent == 255, torch.nan)
 
 
 def _by_group(scale: Tensor, factor: Tensor | None, found: Quantised) -> Tensor:
@@ -147,11 +157,8 @@ def _q8_0(blocks: Tensor) -> Quantised:
 
 
 def _mxfp4(blocks: Tensor) -> Quantised:
-    exponent = blocks[..., :1].int()  # of a float32 number, halved as `_FP4` is doubled; 255 is no number
-    bits = torch.where(exponent < 2, 0x00200000 << exponent, (exponent - 1) << 23)
-    scale = bits.view(torch.float32).masked_fill(exponent == 255, torch.nan)
     integers = _split(blocks[..., 1:], 4).flatten(-2)
-    return Quantised(integers, 4, 0, _FP4, 32, scale, None, None, None)
+    return Quantised(integers, 4, 0, FP4, 32, half_powers(blocks[..., :1]), None, None, None)
 
 
 def _q2_k(blocks: Tensor) -> Quantised:
@@ -197,6 +204,28 @@ def _iq4_xs(blocks: Tensor) -> Quantised:
     return Quantised(integers, 4, 0, _IQ4, 32, _half(blocks, 0), factor, None, None)
 
 
+def _nvfp4(blocks: Tensor) -> Quantised:
+    """Scales are E4M3 without a sign, halved as `FP4` is doubled: float16 numbers once their exponents are moved."""
+    octets = blocks[..., :4]
+    scale = ((octets & 127).short() << 7).view(torch.float16) * 2**7
+    integers = _split(blocks[..., 4:].unflatten(-1, (4, 8)), 4).flatten(-3)
+    return Quantised(integers, 4, 0, FP4, 16, scale.masked_fill(octets == 127, 0), None, None, None)
+
+
+def _tq1_0(blocks: Tensor) -> Quantised:
+    """A byte is a fraction of 256 with five digits to base 3, or four: multiples of it bring each to the front."""
+    powers = 3 ** torch.arange(5, dtype=torch.uint8)[:, None]
+    parts = (blocks[..., None, :32], powers), (blocks[..., None, 32:48], powers), (blocks[..., None, 48:52], powers[:4])
+    moved = torch.cat([(octets * each).flatten(-2) for octets, each in parts], -1)
+    integers = (moved.short() * 3 >> 8).byte()
+    return Quantised(integers, 2, 1, None, 256, _half(blocks, 52).float(), None, None, None)
+
+
+def _tq2_0(blocks: Tensor) -> Quantised:
+    integers = _split(blocks[..., :64].unflatten(-1, (2, 32)), 2).flatten(-3)
+    return Quantised(integers, 2, 1, None, 256, _half(blocks, 64).float(), None, None, None)
+
+
 _READERS: dict[str, Callable[[Tensor], Quantised]] = {
     "Q4_0": lambda blocks: _single(blocks, 4, 8, minimum=False),
     "Q4_1": lambda blocks: _single(blocks, 4, 0, minimum=True),
@@ -210,5 +239,8 @@ _READERS: dict[str, Callable[[Tensor], Quantised]] = {
     "Q6_K": _q6_k,
     "IQ4_NL": lambda blocks: _single(blocks, 4, 0, minimum=False, values=_IQ4),
     "IQ4_XS": _iq4_xs,
+    "TQ1_0": _tq1_0,
+    "TQ2_0": _tq2_0,
     "MXFP4": _mxfp4,
+    "NVFP4": _nvfp4,
 }

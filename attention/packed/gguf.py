@@ -32,7 +32,7 @@ ALIGNMENT = 32  # of tensors, where a file does not say
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")  # the end of the name of a part, from 1
 # Formats that exist and are not read, and others that tensors may not have.
 _OTHERS = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"}
-_OTHERS |= {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 40: "NVFP4"}
+_OTHERS |= {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M"}
 _NAMES = {kind.id: name for name, kind in KINDS.items()}
 _NUMBERS = {number: Struct(f"<{form}") for number, form in enumerate("BbHhIif?")}
 _NUMBERS |= {10: Struct("<Q"), 11: Struct("<q"), 12: Struct("<d")}
@@ -200,7 +200,7 @@ class _Header:
         start = -(-self.at // alignment) * alignment
         for name, (_, _, offset) in table.items():
             if offset % alignment:
-                self.refuse(f"tensor {name!r:.80} begins at {offset}, which is no multiple of {alignment}")
+                self.refuse(f"tensor {name!r:.80} begins at {offset}, which is not a multiple of {alignment}")
         return {name: self.stored(name, shape, kind, start + at) for name, (shape, kind, at) in table.items()}
 
     def stored(self, name: str, shape: tuple[int, ...], number: int, start: int) -> Stored:
@@ -211,7 +211,7 @@ class _Header:
             self.refuse(f"tensor {name!r:.80} has format {kind}, which is not read", advice)
         _, inputs, size = KINDS[_NAMES[number]]
         if 0 in shape or shape[-1] % inputs:
-            self.refuse(f"tensor {name!r:.80} of {_NAMES[number]} has shape {shape}, which is not of whole blocks")
+            self.refuse(f"tensor {name!r:.80} of {_NAMES[number]} has shape {shape}, which cuts a block")
         row = shape[-1] // inputs * size
         count = math.prod(shape[:-1]) * row
         if start + count > self.size:

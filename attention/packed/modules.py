@@ -1,12 +1,15 @@
-"""Layers of a model whose weights are packed: they take the places of `nn.Linear` and `nn.Embedding`.
+"""Layers of a model whose weights are packed: they take the places of `nn.Linear`, `nn.Embedding` and of experts.
 
-Knows: one packed matrix, and its bias.  Does not know: the layout, files, models.
+Knows: one packed matrix, and its bias; which experts states choose.  Does not know: the layout, files, models.
 """
+
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 import specinfer.attention.packed.products  # noqa: F401  (defines the operators)
+from specinfer.errors import UnsupportedModel
 
 
 class _Packed(nn.Module):
@@ -62,6 +65,57 @@ class PackedEmbedding(_Packed):
     def forward(self, ids: Tensor) -> Tensor:
         """Return (..., K) for token ids (...)."""
         return torch.ops.specinfer.packed_rows(ids, self.packed, self.embedding_dim)
+
+
+class Joined(Protocol):
+    """Experts as transformers has them: each of their weights is that of all experts."""
+
+    down_proj: Tensor  # (E, H, I), or (E, I, H) if it is transposed
+    is_transposed: bool
+    is_concatenated: bool  # outputs of gates come before those of "up", and not by turns with them
+    has_bias: bool
+
+    def _apply_gate(self, both: Tensor) -> Tensor: ...
+
+
+class Experts(nn.ModuleList):
+    """The experts of a mixture, each with linear layers of its own, which may be packed.
+
+    Args:
+        joined: the module whose place it takes.
+    """
+
+    def __init__(self, joined: Joined) -> None:
+        count, *sides = joined.down_proj.shape
+        size, hidden = sides if joined.is_transposed else reversed(sides)
+        sizes = {"gate_proj": (hidden, size), "up_proj": (hidden, size), "down_proj": (size, hidden)}
+        super().__init__(
+            nn.ModuleDict({name: nn.Linear(*shape, bias=joined.has_bias) for name, shape in sizes.items()})
+            for _ in range(count)
+        )
+        self._activate, self._by_turns = joined._apply_gate, not joined.is_concatenated
+
+    def forward(self, states: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Return the sums (T, H) of what experts make of states (T, H), by their numbers and shares (T, experts).
+
+        Raises:
+            UnsupportedModel: a graph of it is asked for.
+        """
+        if torch.compiler.is_exporting():
+            raise UnsupportedModel("states choose which packed experts are read, and a graph cannot")
+        found = torch.zeros_like(states)
+        for number in chosen.unique().tolist():
+            rows, columns = torch.where(chosen == number)
+            expert, read = self[number], states[rows]
+            pair = expert["gate_proj"](read), expert["up_proj"](read)
+            active = self._activate(torch.stack(pair, -1).flatten(-2) if self._by_turns else torch.cat(pair, -1))
+            found.index_add_(0, rows, expert["down_proj"](active) * shares[rows, columns, None])
+        return found
+
+
+def are_experts(module: nn.Module) -> TypeGuard[Joined]:
+    """Whether `Experts` can take the place of a module."""
+    return getattr(module, "has_gate", False) and not getattr(module, "has_post_expert_norm", False)
 
 
 def is_packed(model: nn.Module) -> bool:

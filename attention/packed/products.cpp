@@ -2,10 +2,10 @@
 //
 // Knows: the packed layout (layout.py), one matrix of states.  Does not know: models, files.
 //
-// Weights stay the integers that they are in their file.  States are rounded to integers of 16 bits, with a scale for 32
-// inputs: two bytes, which the processor multiplies four inputs at a time.  Sums within a group of inputs are exact;
-// sums of groups are made in one order, whatever else is multiplied, so they have the same bits in every product:
-// that of five states or more in tiles (AMX), that of fewer in registers.
+// Weights stay the integers that they are in their file.  States are rounded to integers of 16 bits, with a scale for up to
+// 256 inputs: two bytes, which the processor multiplies four inputs at a time.  Inputs that share the scales of states and of
+// weights are summed as integers, which is exact; such sums are added up in one order, whatever else is multiplied.  So an
+// output has the same bits in every product: that of five states or more in tiles (AMX), that of fewer in registers.
 //
 // A matrix is a row of blocks of 32 outputs.  Each has a kind of its own, found in the table that begins the matrix.
 
@@ -50,6 +50,8 @@ INLINE Register load(const void* from) {
     memcpy(&loaded, from, sizeof loaded);
     return loaded;
 }
+
+INLINE void store(float* to, const Floats& found) { memcpy(to, &found, sizeof found); }
 
 // ---- kinds ----
 
@@ -100,15 +102,17 @@ INLINE Floats halves_to_floats(const uint8_t* from) {
 #endif
 }
 
-INLINE Floats bytes_to_floats(const uint8_t* from) {
+INLINE Integers bytes_to_integers(const uint8_t* from) {
 #if defined(__AVX512F__)
-    return (Floats)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(from)));
+    return (Integers)_mm512_cvtepi8_epi32(load<__m128i>(from));
 #else
-    Floats found;
+    Integers found;
     for (int lane = 0; lane < LANES; lane++) found[lane] = (int8_t)from[lane];
     return found;
 #endif
 }
+
+INLINE Floats floats(Integers numbers) { return __builtin_convertvector(numbers, Floats); }
 
 // Four bytes without a sign for each lane, times four with one, added up.
 template <int BITS>
@@ -164,42 +168,75 @@ INLINE Words integers(const uint8_t* half, int index) {
 
 // ---- states ----
 
-// A state's 32 inputs are integers times a scale.  Sums are those of the first and the last 16 integers, and of all.
-struct Numbers {
-    float scale, scaled_sums[3];
-    int32_t sums[3], unused;
-};
+constexpr int MOST_TOGETHER = 8, PAIR = 2 * GROUP;  // groups of states that share a scale; inputs of a step in tiles
 constexpr float LARGEST = 127 * 256, INFINITE = INFINITY;
 
-// An integer is 256 times a byte plus another one: those of a state's 32 inputs stand one after the other.
+// Groups of a state that share a scale.  An input is an integer times it, and an integer 256 times a byte plus another one.
+// Sums are those of the first and the last 16 inputs of a group, and of all.
+struct Span {
+    float scale, scaled_sums[3][MOST_TOGETHER];
+    int32_t high[3][MOST_TOGETHER], low[3][MOST_TOGETHER];
+
+    INLINE int32_t sum(int part, int group) const { return 256 * high[part][group] + low[part][group]; }
+};
+
+// The bytes of a state's 64 inputs, one after the other.
 struct Bytes {
-    int8_t high[GROUP], low[GROUP];
+    int8_t high[PAIR], low[PAIR];
 };
 
-// Some rows of states, group by group.
+// Some rows of states.
 struct Panel {
-    Numbers* numbers;  // (groups, rows)
-    Bytes* bytes;
+    Span* spans;   // (groups / shared, rows)
+    Bytes* bytes;  // (pairs of groups, rows)
     int64_t groups, rows;
-    int64_t in_tile;  // of the rows; 0: tiles are not used
+    int shared, shift;  // groups that share a scale: a power of two, and which one
+    int64_t in_tile;    // of the rows; 0: tiles are not used
 
-    INLINE int64_t at(int64_t group, int64_t row) const { return group * rows + row; }
-    INLINE Panel from(int64_t row) const { return {numbers + row, bytes + row, groups, rows, in_tile}; }
+    INLINE Span* span_of(int64_t group, int64_t row) const { return spans + (group >> shift) * rows + row; }
+    INLINE int in_span(int64_t group) const { return (int)group & (shared - 1); }
+    INLINE int8_t* bytes_of(int64_t group, int64_t row) const {  // the high ones; the low ones are PAIR bytes on
+        return bytes[group / 2 * rows + row].high + group % 2 * GROUP;
+    }
+    INLINE Panel from(int64_t row) const { return {spans + row, bytes + row, groups, rows, shared, shift, in_tile}; }
 };
 
-// Loops are such that compilers make them instructions for many numbers at once.
-INLINE void round_state(const float* from, Numbers& to, Bytes& bytes) {
-    int32_t largest = 0, integers[GROUP], sums[2] = {};  // numbers without their signs are ordered as their bits are
-    for (int k = 0; k < GROUP; k++) largest = std::max(largest, load<int32_t>(from + k) & INT32_MAX);
+// How many groups share a scale where a row of states has so many.
+INLINE int sharing(int64_t groups) { return (int)std::min<int64_t>(groups & -groups, MOST_TOGETHER); }
+
+// Round groups of a row that share a scale.  Loops are such that compilers make them instructions for many numbers at once.
+INLINE void round_states(const float* from, const Panel& to, int64_t group, int64_t row) {
+    int32_t largest = 0;  // numbers without their signs are ordered as their bits are
+    for (int k = 0; k < GROUP * to.shared; k++) largest = std::max(largest, load<int32_t>(from + k) & INT32_MAX);
     const bool finite = largest < load<int32_t>(&INFINITE);
     const float range = finite ? load<float>(&largest) : 0, steps = range > 0 ? LARGEST / range : 0;
-    for (int k = 0; k < GROUP; k++) integers[k] = (int32_t)std::rint(finite ? from[k] * steps : 0);
-    for (int k = 0; k < GROUP; k++) bytes.high[k] = (int8_t)((integers[k] + 128) >> 8);
-    for (int k = 0; k < GROUP; k++) bytes.low[k] = (int8_t)integers[k];
-    for (int k = 0; k < GROUP / 2; k++) sums[0] += integers[k], sums[1] += integers[k + GROUP / 2];
-    to.scale = finite ? range / LARGEST : NAN;
-    to.sums[0] = sums[0], to.sums[1] = sums[1], to.sums[2] = sums[0] + sums[1];
-    for (int part = 0; part < 3; part++) to.scaled_sums[part] = to.scale * (float)to.sums[part];
+    Span& span = *to.span_of(group, row);
+    span.scale = finite ? range / LARGEST : NAN;
+    for (int in = 0; in < to.shared; in++, from += GROUP) {
+        int8_t *high = to.bytes_of(group + in, row), *low = high + PAIR;
+        int32_t integers[GROUP], highs[GROUP];
+        for (int k = 0; k < GROUP; k++) integers[k] = (int32_t)std::rint(finite ? from[k] * steps : 0);
+        for (int k = 0; k < GROUP; k++) highs[k] = (integers[k] + 128) >> 8;
+        for (int k = 0; k < GROUP; k++) high[k] = (int8_t)highs[k];
+        for (int k = 0; k < GROUP; k++) low[k] = (int8_t)integers[k];
+        for (int part = 0; part < 2; part++) {
+            int32_t sum = 0, high_sum = 0;
+            for (int k = GROUP / 2 * part; k < GROUP / 2 * (part + 1); k++) sum += integers[k], high_sum += highs[k];
+            span.high[part][in] = high_sum, span.low[part][in] = sum - 256 * high_sum;
+        }
+        span.high[2][in] = span.high[0][in] + span.high[1][in], span.low[2][in] = span.low[0][in] + span.low[1][in];
+        for (int part = 0; part < 3; part++) span.scaled_sums[part][in] = span.scale * (float)span.sum(part, in);
+    }
+}
+
+// How groups become floating point numbers: each alone, as sums of integers, or multiplied with factors and summed.
+enum Groups { ALONE, SUMMED, FACTORED };
+
+// How many groups' integers are summed, where so many share the scales of states.
+INLINE int together(const Kind& kind, int shared) { return kind.scales == HALF ? 1 : std::min(kind.span, shared); }
+template <Groups HOW>
+INLINE int together(const Kind& kind, int shared) {
+    return HOW == ALONE ? 1 : HOW == FACTORED ? MOST_TOGETHER : together(kind, shared);
 }
 
 // ---- a block ----
@@ -213,264 +250,331 @@ struct Scaled {
 struct Reader {
     const Kind kind;
     const uint8_t* bytes;  // of the group, scales first
-    const int first;
+    const int first, to_integers = kind.of_scales() + first / 16 * kind.of_half() + first % 16 * 4;
+    const int size = kind.of_scales() + 2 * kind.of_half(), to_minima = BLOCK * (1 + kind.halves) + first;
     Floats super, super_minimum;
 
-    INLINE Reader(const Kind& kind, const uint8_t* bytes, int first) : kind(kind), bytes(bytes), first(first) {}
-    INLINE void begin_span() {
+    INLINE Reader(const Block& block, int first)
+        : kind(block.kind), bytes(block.bytes + (block.kind.table ? LINE : 0)), first(first) {}
+    INLINE void begin(int64_t group) {
+        if (!kind.begins_span(group)) return;
         const bool single = kind.scales == SINGLE;
         super = single ? load<Floats>(bytes + 4 * first) : halves_to_floats(bytes + 2 * first);
         if (kind.minimum) super_minimum = halves_to_floats(bytes + (single ? 2 : 1) * LINE + 2 * first);
         if (kind.minimum && single) super_minimum *= super;
         bytes += kind.of_span();
     }
-    INLINE Scaled read(int half) const {
-        const int width = kind.scales == HALF ? 2 : 1, step = BLOCK * width;
-        const uint8_t* from = bytes + half * step + first * width;
-        const uint8_t* least = from + step * (1 + kind.halves);
-        Scaled found{};
-        if (kind.scales == HALF) {
-            found.scale = halves_to_floats(from);
-            if (kind.minimum) found.minimum = halves_to_floats(least);
-        } else if (kind.scales == SINGLE) {
-            found.scale = super;
-            if (kind.minimum) found.minimum = super_minimum;
-        } else {
-            found.scale = super * bytes_to_floats(from);
-            if (kind.minimum) found.minimum = super_minimum * bytes_to_floats(least);
-        }
-        return found;
+    INLINE Integers factor(int half) const { return bytes_to_integers(bytes + half * BLOCK + first); }
+    template <Groups HOW>
+    INLINE Floats minimum(int half) const {
+        if (HOW == FACTORED) return super_minimum * floats(bytes_to_integers(bytes + half * BLOCK + to_minima));
+        if (kind.scales == SINGLE) return super_minimum;
+        return halves_to_floats(bytes + 2 * to_minima);
     }
-    INLINE const uint8_t* integers() const {
-        return bytes + kind.of_scales() + first / 16 * kind.of_half() + first % 16 * 4;
+    INLINE Floats scale() const {  // of a span, or of a group that has its own
+        return kind.scales == HALF ? halves_to_floats(bytes + 2 * first) : super;
     }
-    INLINE void next() { bytes += kind.of_scales() + 2 * kind.of_half(); }
+    INLINE const uint8_t* integers() const { return bytes + to_integers; }
+    INLINE void next() { bytes += size; }
 };
 
-// Add the products of 16 or 32 inputs.
-INLINE void add_group(
-    Floats& sum, Integers high, Integers low, const Numbers& state, const Scaled& scaled, const Kind& kind, int inputs) {
-    Integers exact = (high << 8) + low;
-    if (kind.zero) exact -= kind.zero * state.sums[inputs];
-    sum += __builtin_convertvector(exact, Floats) * state.scale * scaled.scale;
-    if (kind.minimum) sum += scaled.minimum * state.scaled_sums[inputs];
+// ---- sums ----
+//
+// Groups that share their scales, those of the states and of the weights, are summed as integers: high and low bytes of
+// states each.  Groups with factors of their own are multiplied by them before.  Integers are exact, so they may be found
+// in any way; what is done with floating point numbers stands here, once, in one order: minima group by group, then the
+// integers.
+
+INLINE Floats add_product(const Floats& sum, const Floats& one, const Floats& other) {  // rounded once, where it can be
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)one, (__m512)other, (__m512)sum);
+#elif defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)one, (__m256)other, (__m256)sum);
+#else
+    return one * other + sum;
+#endif
 }
 
+INLINE void add_minimum(Floats& sum, const Floats& minimum, float scaled_sum) {
+    sum = add_product(sum, minimum, scaled_sum - Floats{});
+}
+
+INLINE void add_integers(Floats& sum, Integers high, Integers low, float scale_of_state, const Floats& scale) {
+    sum = add_product(sum, floats((high << 8) + low) * scale_of_state, scale);
+}
+
+INLINE void add_large_integers(Floats& sum, Integers high, Integers low, float scale_of_state, const Floats& scale) {
+    sum = add_product(sum, add_product(floats(low), floats(high), 256.0f - Floats{}) * scale_of_state, scale);
+}
+
+
+// ---- in registers ----
+
 // Multiply R states with U times LANES outputs of a block.
-template <int BITS, bool TABLE, int R, int U>
+template <int BITS, bool TABLE, Groups HOW, int R, int U>
 void multiply(const Block& block, int first, const Panel& states, float* results, int64_t width) {
     const Kind kind = block.kind;
-    const uint8_t* table = block.bytes;
-    Floats sums[U][R] = {};
-    Reader readers[2] = {{kind, block.bytes + (TABLE ? LINE : 0), first},
-                         {kind, block.bytes + (TABLE ? LINE : 0), first + (U > 1 ? LANES : 0)}};
+    const int last = together<HOW>(kind, states.shared) - 1;
+    Floats sums[U][R] = {}, minima[U][R] = {};
+    Integers high[U][R] = {}, low[U][R] = {};  // of groups that are summed together
+    int32_t zeros[R] = {};
+    Reader readers[2] = {{block, first}, {block, first + (U > 1 ? LANES : 0)}};
     for (int64_t group = 0; group < states.groups; group++) {
-        const Numbers* of_states = states.numbers + states.at(group, 0);
-        const Bytes* bytes = states.bytes + states.at(group, 0);
+        const Span* spans = states.span_of(group, 0);
+        const int8_t* bytes = states.bytes_of(group, 0);
+        const int in = states.in_span(group);
+        const bool ends = (group & last) == last;
+        if (HOW != FACTORED && kind.zero)
+            for (int r = 0; r < R; r++) zeros[r] += kind.zero * spans[r].sum(2, in);
 #pragma GCC unroll 2
         for (int u = 0; u < U; u++) {
             Reader& reader = readers[u];
-            if (kind.begins_span(group)) reader.begin_span();
-            const uint8_t* numbers = reader.integers();
+            asm volatile("" ::: "memory");  // states are read again, with the products, in place of being kept
+            reader.begin(group);
+            const uint8_t* integers_of_group = reader.integers();
 #pragma GCC unroll 4
-            for (int line = 0; line < 4; line++) __builtin_prefetch(numbers + AHEAD + line * LINE, 0, 2);
-            Integers high[R] = {}, low[R] = {};
+            for (int line = 0; line < 4; line++) __builtin_prefetch(integers_of_group + AHEAD + line * LINE, 0, 2);
+            Integers of_high[R] = {}, of_low[R] = {};
             const auto finish = [&](int half) {
-                const Scaled scaled = reader.read(kind.halves ? half : 0);
-                const int inputs = kind.halves ? half : 2;
+                const int part = kind.halves ? half : 2;
+                if constexpr (HOW == FACTORED) {
+                    const Integers factor = reader.factor(half);
 #pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    add_group(sums[u][r], high[r], low[r], of_states[r], scaled, kind, inputs);
-                    high[r] = low[r] = Integers{};
+                    for (int r = 0; r < R; r++) {
+                        if (kind.zero) of_high[r] -= kind.zero * spans[r].high[part][in];
+                        if (kind.zero) of_low[r] -= kind.zero * spans[r].low[part][in];
+                        high[u][r] += factor * of_high[r], low[u][r] += factor * of_low[r];
+                        of_high[r] = of_low[r] = Integers{};
+                    }
                 }
+                if (!kind.minimum) return;
+                const Floats minimum = reader.minimum<HOW>(half);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) add_minimum(minima[u][r], minimum, spans[r].scaled_sums[part][in]);
             };
 #pragma GCC unroll 8
             for (int index = 0; index < 8; index++) {
-                Words words = integers<BITS>(numbers, index);
-                if constexpr (TABLE) words = look_up(words, table);
+                Words words = integers<BITS>(integers_of_group, index);
+                if constexpr (TABLE) words = look_up(words, block.bytes);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
-                    const uint32_t four = load<uint32_t>(bytes[r].high + 4 * index);
-                    high[r] = add_products<TABLE ? 8 : BITS>(high[r], words, four);
-                    low[r] = add_products<TABLE ? 8 : BITS>(low[r], words, load<uint32_t>(bytes[r].low + 4 * index));
+                    const int8_t* four = bytes + r * sizeof(Bytes) + 4 * index;
+                    of_high[r] = add_products<TABLE ? 8 : BITS>(of_high[r], words, load<uint32_t>(four));
+                    of_low[r] = add_products<TABLE ? 8 : BITS>(of_low[r], words, load<uint32_t>(four + PAIR));
                 }
-                if (index == 3 && kind.halves) finish(0);
+                if (HOW == FACTORED && index == 3 && kind.halves) finish(0);
             }
-            finish(1);
+            finish(kind.halves);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                if constexpr (HOW == SUMMED) high[u][r] += of_high[r], low[u][r] += of_low[r];
+                if constexpr (HOW == ALONE) high[u][r] = of_high[r], low[u][r] = of_low[r];
+            }
+            if (ends) {
+                const Floats scale = reader.scale();
+#pragma GCC unroll 8
+                for (int r = 0; r < R; r++) {
+                    if constexpr (HOW == FACTORED)
+                        add_large_integers(sums[u][r], high[u][r], low[u][r], spans[r].scale, scale);
+                    else
+                        add_integers(sums[u][r], high[u][r], low[u][r] - zeros[r], spans[r].scale, scale);
+                    high[u][r] = low[u][r] = Integers{};
+                }
+            }
             reader.next();
         }
+        if (ends) std::fill_n(zeros, R, 0);
     }
     for (int u = 0; u < U; u++)
-        for (int r = 0; r < R; r++) memcpy(results + r * width + first + u * LANES, &sums[u][r], sizeof(Floats));
+        for (int r = 0; r < R; r++) store(results + r * width + first + u * LANES, sums[u][r] + minima[u][r]);
 }
 
-template <int BITS, bool TABLE, int R>
+template <int BITS, bool TABLE, Groups HOW, int R>
 void multiply_block(const Block& block, const Panel& states, float* results, int64_t width) {
     constexpr int U = LANES == 16 && R <= 4 ? 2 : 1;
     for (int first = 0; first < BLOCK; first += U * LANES)
-        multiply<BITS, TABLE, R, U>(block, first, states, results, width);
+        multiply<BITS, TABLE, HOW, R, U>(block, first, states, results, width);
 }
 
 using Multiply = void (*)(const Block&, const Panel&, float*, int64_t);
 
-template <int BITS, bool TABLE, int... R>
+template <int BITS, bool TABLE, Groups HOW, int... R>
 Multiply of_rows(int64_t rows, std::integer_sequence<int, R...>) {
-    constexpr Multiply all[] = {multiply_block<BITS, TABLE, R + 1>...};
+    constexpr Multiply all[] = {multiply_block<BITS, TABLE, HOW, R + 1>...};
     return all[rows - 1];
 }
 
-Multiply multiplication(const Kind& kind, int64_t rows) {
-    constexpr auto R = std::make_integer_sequence<int, MOST_ROWS>();
-    switch (kind.bits) {
-        case 2: return of_rows<2, false>(rows, R);
-        case 3: return of_rows<3, false>(rows, R);
-        case 5: return of_rows<5, false>(rows, R);
-        case 6: return of_rows<6, false>(rows, R);
-        case 8: return of_rows<8, false>(rows, R);
-    }
-    return kind.table ? of_rows<4, true>(rows, R) : of_rows<4, false>(rows, R);
-}
-
-// ---- tiles ----
+// ---- in tiles ----
 //
 // The rows of a tile are the high and the low bytes of its states by turns, so that a sum's two parts are neighbours.
-// A product is that of one or two tiles of as many states.
+// Weights with factors are integers of 16 bits, of whose bytes those of 16 outputs fill two tiles, low and high ones;
+// others are bytes, and their two tiles hold those of 32 outputs.
 
-constexpr int IN_TILE = 8, TILES = 2;  // states of a tile, and tiles of a product, at most
-constexpr int FEWEST = 5;                        // from here on tiles are faster
+constexpr int IN_TILE = 8;  // states of a tile, at most
+constexpr int FEWEST = 5;   // from here on tiles are faster
 
 #if defined(SPECINFER_TILES) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
-enum Tile { SUMS_A, SUMS_B, STATES, HALF_STATES, WEIGHTS_A, WEIGHTS_B, HALF_WEIGHTS_A, HALF_WEIGHTS_B };
+enum Tile { SUMS, STATES = 4, WEIGHTS };  // four of sums, one of states, two of weights
 constexpr bool HAS_TILES = true;
-INLINE TileShapes shapes(int64_t states) {
-    const auto rows = (uint8_t)(2 * states);
-    return {1, 0, {}, {64, 64, 32, 16, 64, 64, 64, 64}, {rows, rows, rows, rows, 8, 8, 4, 4}};
+INLINE TileShapes shapes(int64_t states, bool pairs) {
+    const auto rows = (uint8_t)(2 * states), in_step = (uint8_t)(pairs ? PAIR : GROUP), lines = (uint8_t)(in_step / 4);
+    return {1, 0, {}, {64, 64, 64, 64, in_step, 64, 64}, {rows, rows, rows, rows, rows, lines, lines}};
 }
 
-#define LOAD(tile, from, stride) SPECINFER_LOAD_TILE(tile, from, stride)
-#define STORE(tile, to) SPECINFER_STORE_TILE(tile, to, LINE)
-#define ADD_PRODUCTS(first, second, states)                                                     \
-    asm volatile("tilezero %%tmm0; tdpbsud %%" first ", %%" states ", %%tmm0; "                 \
-                 "tilezero %%tmm1; tdpbsud %%" second ", %%" states ", %%tmm1" ::: "memory")
+#define ZERO(tile) asm volatile("tilezero %%tmm%c0" ::"i"(tile))
+#define ADD_PRODUCTS(operation, weights, sums) \
+    asm volatile(operation " %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(weights), "i"(STATES), "i"(sums))
 
-// Multiply states, EACH in a tile, with the outputs of a block.  While tiles are busy with a group, the integers of the
-// next one are made, and the sums of the last one are added up.
-template <int BITS, bool TABLE, bool HALVES, int TILES_OF_STATES, int EACH>
-void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, float* results, int64_t width) {
+typedef uint16_t Shorts __attribute__((vector_size(LINE)));
+
+// Four integers of each word, less zero, times a factor: the low and the high bytes of the products, of 16 bits each.
+INLINE void multiply_integers(Words words, int zero, Integers factor, Words& low, Words& high) {
+    constexpr uint64_t EVEN = 0x5555555555555555;
+    const __m512i up = _mm512_set4_epi32(0x0e800c80, 0x0a800880, 0x06800480, 0x02800080);  // bytes 2k to 2k + 1
+    const __m512i down = _mm512_set4_epi32(0x800f800d, 0x800b8009, 0x80078005, 0x80038001);
+    const auto by = (Shorts)((factor & 0xffff) * 0x10001);
+    Shorts even = (Shorts)_mm512_maskz_mov_epi8(EVEN, (__m512i)words);
+    Shorts odd = (Shorts)_mm512_shuffle_epi8((__m512i)words, down);
+    if (zero) even -= (uint16_t)zero, odd -= (uint16_t)zero;
+    even *= by, odd *= by;
+    low = (Words)_mm512_mask_shuffle_epi8((__m512i)even, ~EVEN, (__m512i)odd, up);
+    high = (Words)_mm512_mask_shuffle_epi8((__m512i)odd, EVEN, (__m512i)even, down);
+}
+
+// Add what minima make of states to the sums of a block's outputs, from the first group to the last one, as in registers.
+template <Groups HOW>
+INLINE void add_minima(const Block& block, const Panel& states, int64_t rows, Floats (*sums)[PANEL]) {
+    constexpr int R = 8;
     const Kind kind = block.kind;
-    const uint8_t* table = block.bytes;
-    constexpr int PARTS = 1 + HALVES, R = TILES_OF_STATES * EACH;
-    Floats sums[2][R] = {};
-    Reader readers[2] = {{kind, block.bytes + (TABLE ? LINE : 0), 0}, {kind, block.bytes + (TABLE ? LINE : 0), LANES}};
-    alignas(64) Words weights[2][2][8];  // of even and odd groups; outputs 0-15 and 16-31
-    alignas(64) Integers found[2][2][PARTS][2 * R];
-    Scaled scaled[4][2][PARTS];
-    const auto read = [&](int64_t group) {
+    for (int64_t row = 0; row < rows; row += R) {
+        Reader readers[2] = {{block, 0}, {block, LANES}};
+        Floats minima[2][R] = {};
+        const int last = (int)std::min<int64_t>(R, states.rows - row) - 1;
+        for (int64_t group = 0; group < states.groups; group++) {
+            const Span* spans = states.span_of(group, row);
+            const int in = states.in_span(group);
+#pragma GCC unroll 2
+            for (int u = 0; u < 2; u++) {
+                readers[u].begin(group);
+                for (int half = 0; half <= kind.halves; half++) {
+                    const Floats minimum = readers[u].minimum<HOW>(half);
+                    const int part = kind.halves ? half : 2;
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; r++) add_minimum(minima[u][r], minimum, spans[std::min(r, last)].scaled_sums[part][in]);
+                }
+                readers[u].next();
+            }
+        }
+        for (int r = 0; r <= last; r++) sums[0][row + r] += minima[0][r], sums[1][row + r] += minima[1][r];
+    }
+}
+
+// Multiply all states of a panel with the outputs of a block, tile by tile.  While a product of tiles goes on, weights of the
+// next groups are made, and the sums of the last ones are added up.
+template <int BITS, bool TABLE, Groups HOW>
+void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, float* results, int64_t width) {
+    constexpr int BYTES = HOW == FACTORED ? 2 : 1;  // of a weight, each in a tile
+    const Kind kind = block.kind;
+    const int groups = together<HOW>(kind, states.shared), in_step = HOW == ALONE ? 1 : 2, steps = groups / in_step;
+    const int64_t units = states.groups / groups, each = states.in_tile;
+    Reader readers[2] = {{block, 0}, {block, LANES}};
+    alignas(64) Words weights[MOST_TOGETHER / 2][2][BYTES][PAIR / 4];  // steps; outputs 0-15, 16-31
+    alignas(64) Integers found[2][2][BYTES][2 * IN_TILE];              // by turns
+    Floats scales[4][2], sums[2][PANEL];
+    for (auto& of_outputs : sums) std::fill_n(of_outputs, rows, Floats{});
+
+    const auto make = [&](int64_t unit, int step) {
+        for (int in = 0; in < in_step; in++) {
+#pragma GCC unroll 2
+            for (int u = 0; u < 2; u++) {
+                Reader& reader = readers[u];
+                reader.begin(unit * groups + step * in_step + in);
+                const uint8_t* bytes = reader.integers();
+#pragma GCC unroll 8
+                for (int line = 0; line < BITS; line++) __builtin_prefetch(bytes + AHEAD + line * LINE, 0, 2);
+                Words *low = weights[step][u][0] + 8 * in, *high = weights[step][u][BYTES - 1] + 8 * in;
+                Integers factor{};
+                if constexpr (HOW == FACTORED) factor = reader.factor(0);
+#pragma GCC unroll 8
+                for (int index = 0; index < 8; index++) {
+                    Words words = integers<BITS>(bytes, index);
+                    if constexpr (TABLE) words = look_up(words, block.bytes);
+                    if constexpr (HOW == FACTORED) {
+                        if (index == 4 && kind.halves) factor = reader.factor(1);
+                        multiply_integers(words, kind.zero, factor, low[index], high[index]);
+                    } else {
+                        low[index] = words;
+                    }
+                }
+                scales[unit % 4][u] = reader.scale();
+                reader.next();
+            }
+        }
+    };
+    const auto multiply = [&](int64_t unit, int step, int64_t row) {
+        SPECINFER_LOAD_TILE(STATES, states.bytes_of(unit * groups + step * in_step, row), PAIR);
 #pragma GCC unroll 2
         for (int u = 0; u < 2; u++) {
-            if (kind.begins_span(group)) readers[u].begin_span();
-            const uint8_t* numbers = readers[u].integers();
-#pragma GCC unroll 8
-            for (int line = 0; line < BITS; line++) __builtin_prefetch(numbers + AHEAD + line * LINE, 0, 2);
-#pragma GCC unroll 8
-            for (int index = 0; index < 8; index++) {
-                const Words words = integers<BITS>(numbers, index);
-                weights[group % 2][u][index] = TABLE ? look_up(words, table) : words;
+            SPECINFER_LOAD_TILE(WEIGHTS + u, weights[step][u][0], LINE);
+            ADD_PRODUCTS("tdpbsud", WEIGHTS + u, SUMS + BYTES * u);
+            if constexpr (HOW == FACTORED) {
+                SPECINFER_LOAD_TILE(WEIGHTS + u, weights[step][u][1], LINE);
+                ADD_PRODUCTS("tdpbssd", WEIGHTS + u, SUMS + BYTES * u + 1);
             }
-            for (int part = 0; part < PARTS; part++) scaled[group % 4][u][part] = readers[u].read(part);
-            readers[u].next();
         }
     };
-    const auto multiply = [&](int64_t group) {
-        const int8_t* bytes = (const int8_t*)(states.bytes + states.at(group, 0));
-        const auto& from = weights[group % 2];
-        auto& to = found[group % 2];
-#pragma GCC unroll 2
-        for (int part = 0; part < PARTS; part++) {
-            if constexpr (HALVES) {
-                LOAD(HALF_WEIGHTS_A, from[0] + 4 * part, LINE);
-                LOAD(HALF_WEIGHTS_B, from[1] + 4 * part, LINE);
-            } else {
-                LOAD(WEIGHTS_A, from[0], LINE);
-                LOAD(WEIGHTS_B, from[1], LINE);
-            }
-#pragma GCC unroll 2
-            for (int tile = 0; tile < TILES_OF_STATES; tile++) {
-                const int8_t* tile_bytes = bytes + tile * EACH * sizeof(Bytes);
-                if constexpr (HALVES) {
-                    LOAD(HALF_STATES, tile_bytes + GROUP / 2 * part, GROUP);
-                    ADD_PRODUCTS("tmm6", "tmm7", "tmm3");
+    const auto finish = [&](int64_t unit, int64_t row, const Integers (*from)[BYTES][2 * IN_TILE]) {
+        for (int u = 0; u < 2; u++) {
+            const Floats scale = scales[unit % 4][u];
+            const Span* span = states.span_of(unit * groups, row);
+            const Integers *low = from[u][0], *high = from[u][BYTES - 1];
+            Floats* sum = sums[u] + row;
+            for (int64_t r = 0; r < each; r++, span++, low += 2, high += 2, sum++) {
+                if constexpr (HOW == FACTORED) {
+                    add_large_integers(*sum, (high[0] << 8) + low[0], (high[1] << 8) + low[1], span->scale, scale);
                 } else {
-                    LOAD(STATES, tile_bytes, GROUP);
-                    ADD_PRODUCTS("tmm4", "tmm5", "tmm2");
+                    int32_t zeros = 0;
+                    const int in = states.in_span(unit * groups);
+                    if (kind.zero)
+                        for (int group = 0; group < groups; group++) zeros += kind.zero * span->sum(2, in + group);
+                    add_integers(*sum, low[0], low[1] - zeros, span->scale, scale);
                 }
-                STORE(SUMS_A, to[0][part] + tile * 2 * EACH);
-                STORE(SUMS_B, to[1][part] + tile * 2 * EACH);
             }
         }
     };
-    const auto finish = [&](int64_t group) {
-        const Numbers* of_states = states.numbers + states.at(group, 0);
-        const auto& from = found[group % 2];
-        const auto& by = scaled[group % 4];
-#pragma GCC unroll 2
-        for (int part = 0; part < PARTS; part++) {
-            const Integers *first = from[0][part], *second = from[1][part];
-            const Scaled low = by[0][part], high = by[1][part];
-#pragma GCC unroll 4
-            for (int r = 0; r < R; r++) {
-                add_group(sums[0][r], first[2 * r], first[2 * r + 1], of_states[r], low, kind, HALVES ? part : 2);
-                add_group(sums[1][r], second[2 * r], second[2 * r + 1], of_states[r], high, kind, HALVES ? part : 2);
+    for (int step = 0; step < steps; step++) make(0, step);
+    int64_t turn = 0, last_unit = 0, last_row = 0;
+    for (int64_t unit = 0; unit < units; unit++) {
+        for (int64_t row = 0; row < rows; row += each, turn++) {
+            const bool last = row + each >= rows && unit + 1 < units;
+            ZERO(SUMS); ZERO(SUMS + 1); ZERO(SUMS + 2); ZERO(SUMS + 3);
+            for (int step = 0; step < steps; step++) {
+                multiply(unit, step, row);
+                if (last) make(unit + 1, step);
             }
+            if (turn) finish(last_unit, last_row, found[(turn + 1) % 2]);
+            auto& to = found[turn % 2];
+            SPECINFER_STORE_TILE(SUMS, to[0][0], LINE);
+            SPECINFER_STORE_TILE(SUMS + 1, to[BYTES == 1][BYTES - 1], LINE);
+            if constexpr (HOW == FACTORED) {
+                SPECINFER_STORE_TILE(SUMS + 2, to[1][0], LINE);
+                SPECINFER_STORE_TILE(SUMS + 3, to[1][1], LINE);
+            }
+            last_unit = unit, last_row = row;
         }
-    };
-    read(0);
-    for (int64_t group = 0; group < states.groups; group++) {
-        if (group + 1 < states.groups) read(group + 1);
-        multiply(group);
-        if (group) finish(group - 1);
     }
-    finish(states.groups - 1);
-    for (int64_t r = 0; r < rows; r++) memcpy(results + r * width, sums[0] + r, sizeof(Floats));
-    for (int64_t r = 0; r < rows; r++) memcpy(results + r * width + LANES, sums[1] + r, sizeof(Floats));
-}
-
-using MultiplyInTiles = void (*)(const Block&, const Panel&, int64_t, float*, int64_t);
-
-template <int BITS, bool TABLE, bool HALVES, int... EACH>
-MultiplyInTiles of_tiles(int64_t tiles, int64_t in_tile, std::integer_sequence<int, EACH...>) {
-    constexpr MultiplyInTiles all[][TILES] = {
-        {multiply_in_tiles<BITS, TABLE, HALVES, 1, FEWEST + EACH>, multiply_in_tiles<BITS, TABLE, HALVES, 2, FEWEST + EACH>}...};
-    return all[in_tile - FEWEST][tiles - 1];
-}
-
-template <int BITS, bool TABLE = false>
-MultiplyInTiles of_tiles(const Kind& kind, int64_t tiles, int64_t in_tile) {
-    constexpr auto EACH = std::make_integer_sequence<int, IN_TILE - FEWEST + 1>();
-    return kind.halves ? of_tiles<BITS, TABLE, true>(tiles, in_tile, EACH)
-                       : of_tiles<BITS, TABLE, false>(tiles, in_tile, EACH);
-}
-
-MultiplyInTiles multiplication_in_tiles(const Kind& kind, int64_t tiles, int64_t in_tile) {
-    switch (kind.bits) {
-        case 2: return of_tiles<2>(kind, tiles, in_tile);
-        case 3: return of_tiles<3>(kind, tiles, in_tile);
-        case 5: return of_tiles<5>(kind, tiles, in_tile);
-        case 6: return of_tiles<6>(kind, tiles, in_tile);
-        case 8: return of_tiles<8>(kind, tiles, in_tile);
+    finish(last_unit, last_row, found[(turn + 1) % 2]);
+    if (kind.minimum) add_minima<HOW>(block, states, rows, sums);
+    for (int u = 0; u < 2; u++) {
+        for (int64_t row = 0; row < rows; row++) store(results + row * width + u * LANES, sums[u][row]);
     }
-    return kind.table ? of_tiles<4, true>(kind, tiles, in_tile) : of_tiles<4>(kind, tiles, in_tile);
-}
-
-void multiply_any_in_tiles(const Block& block, const Panel& states, int64_t rows, float* results, int64_t width) {
-    const int64_t tiles = (rows + states.in_tile - 1) / states.in_tile;
-    multiplication_in_tiles(block.kind, tiles, states.in_tile)(block, states, rows, results, width);
 }
 #else
 constexpr bool HAS_TILES = false;
 
-TileShapes shapes(int64_t) { return {}; }
-void multiply_any_in_tiles(const Block&, const Panel&, int64_t, float*, int64_t) {}
+TileShapes shapes(int64_t, bool) { return {}; }
+template <int BITS, bool TABLE, Groups HOW>
+void multiply_in_tiles(const Block&, const Panel&, int64_t, float*, int64_t) {}
 #endif
 
 // How many states a tile has: at least FEWEST, if there are so many, and as few as the fewest tiles need.
@@ -479,18 +583,39 @@ int64_t states_of_tile(int64_t rows) {
     return (some + tiles - 1) / tiles;
 }
 
-// Outputs of a block for some states.
+// ---- a block and some states ----
+
+template <int BITS, bool TABLE, Groups HOW>
 void multiply_rows(const Block& block, const Panel& states, int64_t rows, float* to, int64_t width) {
-    if (const int64_t step = TILES * states.in_tile) {
-        for (int64_t from = 0; from < rows; from += step)
-            multiply_any_in_tiles(block, states.from(from), std::min(step, rows - from), to + from * width, width);
-        return;
-    }
+    if (states.in_tile) return multiply_in_tiles<BITS, TABLE, HOW>(block, states, rows, to, width);
+    constexpr auto R = std::make_integer_sequence<int, MOST_ROWS>();
     const int64_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t part = 0; part < parts; part++) {
         const int64_t from = rows * part / parts, end = rows * (part + 1) / parts;
-        multiplication(block.kind, end - from)(block, states.from(from), to + from * width, width);
+        of_rows<BITS, TABLE, HOW>(end - from, R)(block, states.from(from), to + from * width, width);
     }
+}
+
+using MultiplyRows = void (*)(const Block&, const Panel&, int64_t, float*, int64_t);
+
+template <int BITS, bool TABLE = false>
+MultiplyRows multiplication(Groups how) {
+    constexpr MultiplyRows all[] = {
+        multiply_rows<BITS, TABLE, ALONE>, multiply_rows<BITS, TABLE, SUMMED>, multiply_rows<BITS, TABLE, FACTORED>};
+    return all[how];
+}
+
+// Outputs of a block for some states, of which so many groups share a scale.
+MultiplyRows multiplication(const Kind& kind, int shared) {
+    const Groups how = kind.scales == FACTORS ? FACTORED : together(kind, shared) > 1 ? SUMMED : ALONE;
+    switch (kind.bits) {
+        case 2: return multiplication<2>(how);
+        case 3: return multiplication<3>(how);
+        case 5: return multiplication<5>(how);
+        case 6: return multiplication<6>(how);
+        case 8: return multiplication<8>(how);
+    }
+    return kind.table ? multiplication<4, true>(how) : multiplication<4>(how);
 }
 
 // One row of a block, as numbers.
@@ -498,17 +623,18 @@ template <int BITS>
 void read_row(const Block& block, int row, int64_t groups, float* to) {
     const Kind kind = block.kind;
     const int first = row / LANES * LANES, lane = row % LANES;
-    Reader reader(kind, block.bytes + (kind.table ? LINE : 0), first);
+    Reader reader(block, first);
     for (int64_t group = 0; group < groups; group++, reader.next()) {
-        if (kind.begins_span(group)) reader.begin_span();
+        reader.begin(group);
         for (int index = 0; index < 8; index++) {
-            const Scaled scaled = reader.read(kind.halves ? index / 4 : 0);
+            const int half = kind.halves ? index / 4 : 0;
+            const float scale = reader.scale()[lane] * (kind.scales == FACTORS ? (float)reader.factor(half)[lane] : 1);
             const uint32_t four = integers<BITS>(reader.integers(), index)[lane];
             for (int k = 0; k < 4; k++) {
                 const uint8_t integer = four >> 8 * k & 255;
                 const float number = (float)((kind.table ? block.bytes[integer] : integer) - kind.zero);
-                const float product = scaled.scale[lane] * number;
-                *to++ = kind.minimum ? product + scaled.minimum[lane] : product;
+                const float product = scale * number;
+                *to++ = kind.minimum ? product + (kind.scales == FACTORS ? reader.minimum<FACTORED>(half) : reader.minimum<ALONE>(half))[lane] : product;
             }
         }
     }
@@ -537,11 +663,14 @@ void specinfer_packed_linear(
     const int threads = rows * size * outputs < SMALL ? 1 : omp_get_max_threads();
     const int64_t in_tile = HAS_TILES && rows >= FEWEST && tiles_are_allowed() ? states_of_tile(rows) : 0;
     const int64_t all = in_tile ? (rows + in_tile - 1) / in_tile * in_tile : rows;  // filled up with zeros
-    std::vector<Numbers> numbers(all * groups);
-    std::vector<Bytes> bytes(all * groups);
+    const int shared = sharing(groups);
+    const int64_t pairs = (groups + 1) / 2, spans = groups / shared;
+    std::vector<Span> of_spans(all * spans);
+    std::vector<Bytes> bytes(all * pairs);
     const auto panel = [&](int64_t top) {
         return Panel{
-            numbers.data() + top * groups, bytes.data() + top * groups, groups, std::min(PANEL, all - top), in_tile};
+            of_spans.data() + top * spans, bytes.data() + top * pairs, groups, std::min(PANEL, all - top), shared,
+            __builtin_ctz(shared), in_tile};
     };
     std::vector<Place> places;
     for (int64_t matrix = 0, first = 0; matrix < count; matrix++) {
@@ -553,28 +682,30 @@ void specinfer_packed_linear(
 #pragma omp parallel num_threads(threads)
     {
 #pragma omp for schedule(static)
-        for (int64_t index = 0; index < rows * groups; index++) {
-            const int64_t row = index / groups, group = index % groups, top = row / PANEL * PANEL;
-            const Panel to = panel(top);
-            const int64_t place = to.at(group, row - top);
-            round_state(states + index * GROUP, to.numbers[place], to.bytes[place]);
+        for (int64_t index = 0; index < rows * spans; index++) {
+            const int64_t row = index / spans, top = row / PANEL * PANEL;
+            round_states(states + index * shared * GROUP, panel(top), index % spans * shared, row - top);
         }
         const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads(), blocks = places.size();
         const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
-        const InTiles in_tiles(in_tile, shapes(in_tile));
+        bool in_pairs = true;
+        InTiles in_tiles(in_tile, shapes(in_tile, in_pairs));
         for (int64_t top = 0; top < rows; top += PANEL) {
             const int64_t some = std::min(PANEL, rows - top);
             for (int64_t index = from; index < to; index++) {
                 const Place& place = places[index];
                 const Block block(place.matrix, place.number);
+                if (in_tile && in_pairs != together(block.kind, shared) > 1)
+                    in_tiles.reshape(shapes(in_tile, in_pairs = !in_pairs));
+                const MultiplyRows multiply = multiplication(block.kind, shared);
                 float* found = results + top * outputs + place.first;
                 if (place.outputs < BLOCK) {
                     float sums[PANEL * BLOCK];
-                    multiply_rows(block, panel(top), some, sums, BLOCK);
+                    multiply(block, panel(top), some, sums, BLOCK);
                     for (int64_t row = 0; row < some; row++)
                         std::copy_n(sums + row * BLOCK, place.outputs, found + row * outputs);
                 } else {
-                    multiply_rows(block, panel(top), some, found, outputs);
+                    multiply(block, panel(top), some, found, outputs);
                 }
             }
         }

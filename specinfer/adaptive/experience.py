@@ -53,7 +53,7 @@ class Average:
 
 
 class Seconds(Average):
-    """An average of measured seconds: of two in a row, the lesser counts, because interruptions only add.
+    """An average of measured seconds: of two in a row, the smaller one counts, because interruptions only add.
 
     Where that is far from the average, the load of the machine has changed, and the average starts anew.  The first
     measurement counts until there is a second one: kernels are slow the first time.
@@ -96,11 +96,11 @@ class Line:
     def add(self, size: int, seconds: float) -> None:
         """Take a measurement into account.
 
-        A larger pass costs no less, and a token of it no more.  What is far outside of that is a change of the
+        Cost grows with pass size; cost per token does not.  What is far outside of that is a change of the
         machine's speed, for all sizes; what is inside corrects the slope.
         """
         self.count += 1
-        if self.known and (expected := self.at(size)):  # of two figures in a row, the lesser counts, as in `Seconds`
+        if self.known and (expected := self.at(size)):  # of two figures in a row, the smaller counts, as in `Seconds`
             earlier, self.last = self.last, seconds / expected
             ratio, share = min(earlier, self.last), size * self.sums[0] / self.sums[1]
             if share > FAR:  # much larger than usual

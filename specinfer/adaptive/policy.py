@@ -51,7 +51,7 @@ class Auto(Policy):
 
     Args:
         max_nodes: nodes of a merged tree at most.  None is 31, and where a pass over twice the tokens costs hardly more
-            (weights are fetched in every pass, say), twice as many again and again, up to 255.
+            (as where weights are fetched in every pass), it doubles again and again, up to 255.
         max_depth: levels below the root at most.  None is 31, or as many as there may be nodes if that is more.
         profile: what another object has learnt (`to_json`, or the path of `save`).  Then nothing is measured: every
             text starts from the profile alone and goes by counts, so a run repeats itself on the same machine.

@@ -1,4 +1,4 @@
-"""Files of prompts in, a folder of results out: as many as there are, and a killed run goes on.
+"""Files of prompts in, a folder of results out: any number of prompts, and the same call resumes.
 
 Knows: JSON lines with prompts, the records of a folder.  Does not know: how prompts are decoded a few at a time.
 
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from specinfer.calls.many import Finished
 from specinfer.common.files import locked
 from specinfer.common.progress import Progress
-from specinfer.common.records import Records
+from specinfer.common.records import Record, Records
 from specinfer.common.values import checked_names
 from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder, row_seeds
@@ -35,15 +35,15 @@ class PromptLine(NamedTuple):
     number: int  # among all prompts, from 0
     file: str
     line: int  # from 1
-    row: dict[str, Any]
+    row: Record
 
     @property
-    def where(self) -> dict[str, Any]:
+    def where(self) -> Record:
         """What a record says of it."""
         named = {"id": self.row["id"]} if "id" in self.row else {}
         return {"number": self.number, "file": self.file, "line": self.line, **named}
 
-    def asked(self, seed: int) -> dict[str, Any]:
+    def asked(self, seed: int) -> Record:
         """Return one of many prompts, as `generate_many` takes it; a line without a prompt is refused in its place."""
         return {"seed": seed + self.number, **self.row.get("options", {}), "prompt": self.row.get("prompt", "")}
 
@@ -64,7 +64,7 @@ class Summary:
         """Of this run, prompts included; 0 if nothing was left to do."""
         return self.new_tokens / self.seconds if self.new_tokens else 0.0
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a JSON-ready dict."""
         return {**vars(self), "folder": str(self.folder), "tokens_per_second": self.tokens_per_second}
 
@@ -90,7 +90,7 @@ def read_prompts(files: Sequence[str | Path]) -> list[PromptLine]:
                 raise InputError(f'{path}, line {line}: "options" must be an object such as {{"temperature": 0.7}}')
             found.append(PromptLine(len(found), path.name, line, row))
     if not found:
-        raise InputError(f"{', '.join(map(str, files)) or 'no file'}: there are no prompts, give a line each")
+        raise InputError(f"{', '.join(map(str, files)) or 'no file'}: there are no prompts; write one on each line")
     return found
 
 
@@ -109,7 +109,7 @@ def generate_files(
     The folder gets ``records.jsonl``, a line per prompt in the order in which they finish, with "number", "file",
     "line", "id" if there was one, and "text", "token_ids", "finish_reason", "seed" (None if greedy), "prompt_tokens",
     "new_tokens", "target_passes"; or with "error" for a prompt that is refused.  ``settings.json`` says what made it.
-    The same call goes on after a kill: what is in the folder is not made again.
+    After an interruption the same call resumes: what is in the folder is not made again.
 
     Args:
         decoder: what decodes.
@@ -162,7 +162,7 @@ def _settings(
     }
 
 
-def _written(found: Iterator[Finished], left: Sequence[PromptLine], records: Records) -> Iterator[dict[str, Any]]:
+def _written(found: Iterator[Finished], left: Sequence[PromptLine], records: Records) -> Iterator[Record]:
     """Write a record for each prompt that finishes, and yield it."""
     for number, result, error in found:
         record = left[number].where

@@ -53,7 +53,7 @@ class Score:
         """Whether greedy decoding would write the continuation."""
         return all(self.greedy)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a JSON-ready dict."""
         return {"total": self.total, "is_greedy": self.is_greedy, **vars(self)}
 

@@ -54,7 +54,7 @@ def verify_tree(
             f"{int(tree.tokens.max())}: give a tensor with one row of the target's logits for each node"
         )
     if any(len(distribution) != logits.shape[1] for distribution in tree.distributions.values()):
-        raise InputError(f"the tree's distributions are not over {logits.shape[1]} tokens, as the logits: pad or cut")
+        raise InputError(f"the logits are over {logits.shape[1]} tokens, the tree's distributions are not: pad or cut")
     if isinstance(seed, bool) or not isinstance(seed := plain(seed), int):
         raise InputError(f"seed={seed!r:.60}: give one whole number")
     rule = chosen_verifier(verifier, tree.kind)

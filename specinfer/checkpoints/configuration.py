@@ -20,7 +20,8 @@ from specinfer.checkpoints.keys import ROLES, Keys
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-ARCHITECTURES = "llama", "qwen2", "qwen3"  # as ggml and transformers name them; mistral is a llama to ggml
+# as ggml and as transformers name them; mistral is a llama to ggml
+ARCHITECTURES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 ROTARY = "rope_freqs.weight"  # what divides rotary frequencies, in files of Llama 3.1 and later
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -28,6 +29,11 @@ _SIZES = {
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
+}
+_SIZES_OF_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
 }
 # what Llama 3's scaling has besides its factor, which files do not say
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -47,14 +53,16 @@ def configuration(keys: Keys, tensors: Mapping[str, Stored]) -> PreTrainedConfig
     if keys.architecture not in ARCHITECTURES:
         advice = f"these work: {', '.join(ARCHITECTURES)} (mistral is a llama); load the original model otherwise"
         raise keys.refusal(f"its architecture is {keys.architecture!r:.40}", advice)
-    sizes = {name: keys.of_model(key, int) for key, name in _SIZES.items()}
+    has_experts = keys.architecture == "qwen3moe"
+    names = _SIZES | (_SIZES_OF_EXPERTS if has_experts else {})
+    sizes = {name: keys.of_model(key, int) for key, name in names.items()}
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
     if min(sizes.values()) < 1:
         raise keys.refusal(f"sizes of its metadata are not positive: {sizes}")
     head = keys.of_model("attention.key_length", int, hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if (found := keys.of_model(key, int, head)) != head:
-            raise keys.refusal(f"{key} is {found}, and {head} alone, as of keys, is possible", "use another model")
+            raise keys.refusal(f"{key} is {found}, and must be {head}, as for keys", "use another model")
     if "token_embd.weight" not in tensors:
         raise keys.refusal("it has no tensor token_embd.weight")
     layers = {int(part[1]) for name in tensors if (part := re.match(r"blk\.(\d+)\.", name))}
@@ -62,7 +70,7 @@ def configuration(keys: Keys, tensors: Mapping[str, Stored]) -> PreTrainedConfig
         raise keys.refusal(f"its metadata says {sizes['num_hidden_layers']} layers, its tensors are of {len(layers)}")
     roles = {f"{role}_id": keys.get(key, int) for role, key in ROLES.items() if key in keys and role != "unk_token"}
     config = AutoConfig.for_model(
-        keys.architecture,
+        ARCHITECTURES[keys.architecture],
         **sizes,
         num_key_value_heads=keys.of_model("attention.head_count_kv", int, heads),
         head_dim=head,
@@ -75,6 +83,7 @@ def configuration(keys: Keys, tensors: Mapping[str, Stored]) -> PreTrainedConfig
         dtype="float32",
         name_or_path=str(keys.path),
         **roles,
+        **({"norm_topk_prob": True} if has_experts else {}),  # as llama.cpp multiplies; files do not say it
     )
     if ROTARY in tensors:
         _check_rotary(keys, config, dense(tensors[ROTARY].kind, tensors[ROTARY].rows)[0])

@@ -7,12 +7,13 @@ Does not know: files, formats, the packed layout.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
-from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
+from specinfer.attention.packed.modules import Experts, PackedEmbedding, PackedLinear, are_experts
 from specinfer.common.memory import free_bytes
 from specinfer.errors import ModelError
 
@@ -35,9 +36,18 @@ def can_finish(model: PreTrainedModel) -> bool:
     """Whether a model's head, embeddings and tables are those that `finish` knows, and its matrices stand alone."""
     modules = dict(model.named_modules())
     tables = {type(module) for module in modules.values() if any(True for _ in module.buffers(recurse=False))}
-    alone = all(weight.dim() <= 2 for weight in model.parameters())  # experts are stored one by one
+    alone = all(weight.dim() <= 2 for weight in model.parameters())  # or else its experts were not split
     of_config = all("config" in inspect.signature(kind).parameters for kind in tables)
     return {HEAD, EMBEDDING} <= modules.keys() and alone and of_config
+
+
+def split_experts(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Give experts linear layers of their own where tensors of these names are those of single experts."""
+    layers = {name.rpartition(".")[0] for name in names}
+    for path, module in list(model.named_modules()):
+        if are_experts(module) and f"{path}.0.gate_proj" in layers:
+            with torch.device("meta"):
+                model.set_submodule(path, Experts(module))
 
 
 def check_shapes(wanted: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]], refusal: Refusal) -> None:

@@ -25,6 +25,7 @@ from specinfer.checkpoints.filling import (
     finish,
     packed_like,
     parameter,
+    split_experts,
     wanted_of,
 )
 from specinfer.checkpoints.keys import Keys
@@ -49,6 +50,10 @@ _OF_LAYERS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
 }
 
 
@@ -74,8 +79,20 @@ def load_gguf(path: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrained
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if stops:
         model.generation_config.eos_token_id = stops
-    _fill(model, {_name(name): stored for name, stored in file.tensors.items() if name != ROTARY}, file, keys)
+    tensors = dict(pair for name, stored in file.tensors.items() if name != ROTARY for pair in _named(name, stored))
+    split_experts(model, tensors)
+    _fill(model, tensors, file, keys)
     return model.eval(), tokenizer
+
+
+def _named(tensor: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
+    """Yield a tensor by its name of `_name`, or those of single experts that it holds."""
+    if "{}" not in (name := _name(tensor)) or len(stored.shape) < 2:
+        yield name, stored
+        return
+    experts, *shape = stored.shape
+    for expert, rows in enumerate(stored.rows.view(experts, -1, stored.rows.shape[1])):
+        yield name.replace("{}", str(expert)), Stored(stored.kind, tuple(shape), rows)
 
 
 def _name(tensor: str) -> str:

@@ -24,6 +24,7 @@ from specinfer.attention.packed.schemes.base import FLOATS, Expected, Layer, Sch
 from specinfer.attention.packed.schemes.compressed import compressed_tensors
 from specinfer.attention.packed.schemes.fp8 import fp8
 from specinfer.attention.packed.schemes.gptq import gptq
+from specinfer.attention.packed.schemes.mxfp4 import mxfp4
 from specinfer.checkpoints.filling import (
     HEAD,
     can_finish,
@@ -31,6 +32,7 @@ from specinfer.checkpoints.filling import (
     check_shapes,
     finish,
     parameter,
+    split_experts,
     wanted_of,
 )
 from specinfer.checkpoints.shards import CONSTANTS, Shards
@@ -45,6 +47,7 @@ METHODS: dict[str, Callable[[Mapping[str, object]], Scheme]] = {
     "compressed-tensors": compressed_tensors,
     "fp8": fp8,
     "gptq": gptq,
+    "mxfp4": mxfp4,
 }
 
 
@@ -88,6 +91,7 @@ def load_quantised(
         config.tie_word_embeddings = False
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
+    split_experts(model, files.tensors)
     if not can_finish(model):
         return None
     scheme = METHODS[settings["quant_method"]](settings)
@@ -166,7 +170,7 @@ def _check(model: PreTrainedModel, wanted: Mapping[str, Expected], scheme: Schem
     for name, what in wanted.items():
         if (dtype := found[name].dtype) not in what.dtypes:
             raise files.refusal(f"{name} is of type {dtype}, and should be {' or '.join(what.dtypes)}")
-    kept = {"I32": 4, "I8": 1}  # bytes of integers
+    kept = {"I32": 4, "I8": 1, "U8": 1}  # bytes of integers
     check_memory(
         sum(math.prod(stored.shape) * kept.get(stored.dtype, model.dtype.itemsize) for stored in found.values()),
         files.refusal,

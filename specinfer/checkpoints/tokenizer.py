@@ -66,7 +66,7 @@ def tokenizer_of(keys: Keys, length: int) -> PreTrainedTokenizerBase:
     tokens = keys.all("tokenizer.ggml.tokens", str)
     kinds = keys.all("tokenizer.ggml.token_type", int, [NORMAL] * len(tokens))
     if len(kinds) != len(tokens):
-        raise keys.refusal(f"it has {len(tokens)} tokens and {len(kinds)} types of them")
+        raise keys.refusal(f"it has {len(tokens)} tokens and {len(kinds)} token types")
     # what fills the table up to the size of the embeddings is no token
     table = {
         token: number
@@ -131,7 +131,7 @@ def _pairs(keys: Keys) -> list[tuple[str, str]]:
     """Return the pairs of tokens that a file merges, in order."""
     merges = [merge.split(" ") for merge in keys.all("tokenizer.ggml.merges", str)]
     if wrong := next((merge for merge in merges if len(merge) != 2), None):
-        raise keys.refusal(f"{' '.join(wrong)!r:.60} among its merges is no pair")
+        raise keys.refusal(f"{' '.join(wrong)!r:.60} among its merges is not a pair")
     return [(left, right) for left, right in merges]
 
 

@@ -38,7 +38,7 @@ def chat(
     sampling: options.Sampling = LONG,
     system: Annotated[str | None, Option(help="A system message.", show_default="the chat template's")] = None,
 ) -> None:
-    """Talk to the target; accepted tokens have the colour of their draft. What was read is not read again."""
+    """Talk to the target; accepted tokens have the colour of their draft. Earlier turns are not read again."""
     conversation = Chat(models.decoder(grown=trees.policy), system, asdict(sampling))
     if sys.stdin.isatty():
         print(f"{conversation.legend}\n/help lists commands", file=sys.stderr)
@@ -129,7 +129,7 @@ class Chat:
         elif name in commands:
             commands[name](value.strip())
         else:
-            raise InputError(f"{name} is no command: /help lists them")
+            raise InputError(f"{name} is not a command: /help lists them")
         return True
 
     def answer(self, text: str) -> None:
@@ -168,7 +168,7 @@ class Chat:
             try:
                 self.asked["seed"] = int(number)
             except ValueError:
-                raise InputError(f"/seed {number} is no seed: give a whole number") from None
+                raise InputError(f"/seed {number} is not a seed: give a whole number") from None
         print(f"seed {self.asked['seed']}{'' if self.asked['temperature'] else ', of no effect at temperature 0'}")
 
     def new(self, _: str = "") -> None:

@@ -73,7 +73,7 @@ def check_draft(
     plot: Annotated[Path | None, Option(help=f"File for a picture: .{', .'.join(PICTURES)}.")] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Say how well drafts fit a target, what trees they should gain here, and what is wrong if it is little."""
+    """Say how well drafts fit a target, what trees of each size should gain here, and what may be wrong."""
     with loading():
         from specinfer.evaluation.compare.prompts import read_prompt_file
         from specinfer.evaluation.doctor import PROMPTS
@@ -98,7 +98,7 @@ def _unrefused(name: str, dtype: str, device: str, quantize: str | None) -> "str
     quieten()
     if name in WORDS:
         return name
-    draft = load_draft(name, dtype, device, **({"quantize": quantize} if quantize else {}))
+    draft = load_draft(name, dtype, device, quantize)
     if isinstance(draft, PublishedDraft):
         draft.least = 0.0
     return draft
@@ -110,7 +110,7 @@ def _picture_kind(path: Path) -> str:
 
     part("pyplot")
     if (kind := path.suffix.lower().removeprefix(".")) not in PICTURES:
-        raise InputError(f"--plot {path} is no picture that can be written: name it .{', .'.join(PICTURES)}")
+        raise InputError(f"--plot {path} cannot be written as a picture: end its name in .{', .'.join(PICTURES)}")
     return kind
 
 

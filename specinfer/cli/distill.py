@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from os.path import expanduser
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
 from specinfer.cli import options
 from specinfer.cli.terminal import loading, print_json, quieten, resumable, show
 from specinfer.common.progress import Bars, busy
+from specinfer.common.records import Record
 from specinfer.errors import InputError
 
 if TYPE_CHECKING:
@@ -64,10 +65,10 @@ def distill(
     prompts: Annotated[
         list[Path], Option(help='JSON lines with "prompt" (and "split": only train), or .txt by line. Repeat.')
     ],
-    out: Annotated[Path, Option(help="Folder for drafts and text; the same command goes on after a kill.")],
+    out: Annotated[Path, Option(help="Folder for drafts and text; the same command resumes.")],
     target: options.Target = None,
     text: Annotated[
-        list[Path] | None, Option(help="Given text to learn from as well: a document a block or line. Repeat.")
+        list[Path] | None, Option(help="Files of text to learn from as well: each block or line is a document. Repeat.")
     ] = None,
     drafts: Annotated[
         int | None, Option(help="Heads, each tuned on what the earlier ones miss.", show_default="2, of an lm 1")
@@ -106,7 +107,7 @@ def distill(
         show([_row(draft) for draft in made["drafts"]])
 
 
-def _row(draft: dict[str, Any]) -> dict[str, Any]:
+def _row(draft: Record) -> dict[str, object]:
     """Return a draft's line of the table."""
     rates = {f"top-{k}": f"{rate:.3f}" for k, rate in enumerate(draft["hits"][0], 1)}
     return {"draft": draft["folder"], "steps": draft["steps"], **rates}

@@ -32,7 +32,7 @@ BEST = (
 
 
 def record(
-    out: Annotated[Path, Option(help="Folder for the trace; a killed run goes on.")],
+    out: Annotated[Path, Option(help="Folder for the trace; the same command resumes.")],
     prompts: options.PromptFiles = None,
     prompt: options.Prompts = None,
     *,
@@ -100,7 +100,7 @@ def replay(
     drafts = list(dict.fromkeys(map(trace.draft, draft or range(len(trace.drafts)))))
     policies = _policies(trace, tree or TREES, nodes, depth, expansion)
     if not policies:
-        raise InputError(f"{folder} holds too little for trees of these kinds and sizes: choose others, or record anew")
+        raise InputError(f"{folder} holds too little for trees of these kinds and sizes: choose others, or record more")
     replays = _replays(trace, policies, drafts)
     tables = [(hits(trace, index), calibration(trace, index).error) for index in drafts]
     most, levels = min(EDGES, trace.settings["nodes"]), trace.settings["depth"]
@@ -129,7 +129,7 @@ def replay(
         print(f"\nchains of {name}: {model}")
 
 
-def _row(row: "Replay") -> dict[str, str]:
+def _row(row: "Replay") -> dict[str, object]:
     """Return a line of the table of replays."""
     names = {"tree": row.policy, "verifier": row.verifier, "drafts": ", ".join(row.drafts)}
     figures = {"tokens/pass": interval(row.tokens_per_pass), "how": row.how}
@@ -158,7 +158,7 @@ def paper_tables(
     split: options.Split = "dev",
     batch: options.Batch = 4,
     out: Annotated[
-        Path | None, Option(help="Folder for the traces; a killed run goes on, and `replay` reads them.")
+        Path | None, Option(help="Folder for the traces, which `replay` reads; the same command resumes.")
     ] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -170,7 +170,7 @@ def paper_tables(
 
     sets = {path.stem: [text for _, text in read_prompt_file(path, split, count)] for path in prompts}
     if len(sets) < len(prompts):
-        raise InputError(f"two of the files {[str(path) for path in prompts]} have one name, which names the set")
+        raise InputError(f"two sets would have one name, after their files {[*map(str, prompts)]}: rename one")
     with resumable(out) if out else nullcontext():
         sizes = options.chosen(given, "max_new_tokens batch out")
         made = paper_tables(models.decoder(), sets, progress=Bars(), **sizes)

@@ -31,10 +31,10 @@ class Learning:
     """What is kept of a text for later ones."""
 
     profile: Annotated[
-        Path | None, Option(help="What auto learnt: used if the file is there, so runs repeat; else written.")
+        Path | None, Option(help="File of what auto learnt: used if it exists, so that runs repeat; otherwise written.")
     ] = None
     memory: Annotated[
-        Path | None, Option(help="Texts to draft from: read if the file is there, and written with this one added.")
+        Path | None, Option(help="File of texts to draft from: read if it exists, and written with this text added.")
     ] = None
     online: Annotated[bool, Option("--online", help="Heads learn from the text, after it.")] = False
     save_drafts: Annotated[
@@ -69,7 +69,7 @@ class Output:
     html: options.Html = None
     svg: options.Svg = None
     as_json: options.Json = False
-    steps: Annotated[bool, Option("--steps", help="With --json: every step and its tree, too.")] = False
+    steps: Annotated[bool, Option("--steps", help="With --json: also every step and its tree.")] = False
     logprobs: Annotated[
         bool, Option("--logprobs", help="With --json or --save: the target's log-probability of each new token.")
     ] = False
@@ -95,9 +95,9 @@ def generate(
     prompt: options.MaybePrompt = None,
     prompts: Annotated[
         list[Path] | None,
-        Option(help='In place of a prompt, files: JSON lines with "prompt", maybe "id" and "options". Repeat.'),
+        Option(help='In place of a prompt, files: JSON lines with "prompt", optionally "id" and "options". Repeat.'),
     ] = None,
-    out: Annotated[Path | None, Option(help="With --prompts: folder for the results; a killed run goes on.")] = None,
+    out: Annotated[Path | None, Option(help="With --prompts: folder for results; the same command resumes.")] = None,
     max_rows: Annotated[int, Option(help="With --prompts: texts at a time.", min=1)] = 16,
     *,
     models: options.Models,
@@ -105,10 +105,10 @@ def generate(
     sampling: options.Sampling,
     form: options.Form,
     penalty_alpha: Annotated[
-        float | None, Option(help="Contrastive search among --top-k candidates: its penalty, 0.6 for example.")
+        float | None, Option(help="Contrastive search among --top-k candidates, with this penalty, such as 0.6.")
     ] = None,
     confidence_gate: Annotated[
-        float | None, Option(help="Draft only after tokens that the target found at least so probable.")
+        float | None, Option(help="Draft only after tokens to which the target gave at least this probability.")
     ] = None,
     learning: Learning,
     tensor_parallel: options.TensorParallel = 1,
@@ -153,7 +153,7 @@ def generate(
 def _check_combination(given: SimpleNamespace) -> None:
     """Raise `InputError` for options that do not go together."""
     if (given.prompt is None) == (not given.prompts):
-        raise InputError("give a prompt, or --prompts FILE and --out DIR, one of the two")
+        raise InputError("give either a prompt, or --prompts FILE and --out DIR")
     if bool(given.prompts) != (given.out is not None):
         raise InputError("--prompts FILE and --out DIR go together: many texts are written to a folder")
     if given.prompts and given.tensor_parallel > 1:
@@ -163,14 +163,14 @@ def _check_combination(given: SimpleNamespace) -> None:
     if given.as_json and given.show_tree:
         raise InputError("--show-tree draws beside the text, and --json --steps has every tree: leave one out")
     if given.steps and not given.as_json:
-        raise InputError("--steps is of --json: add it, or draw a tree with --show-tree")
+        raise InputError("--steps belongs to --json: add that, or draw a tree with --show-tree")
     if given.prompts and (given.save or given.html or given.svg or given.logprobs):
-        raise InputError("--save, --html, --svg and --logprobs are of one prompt's result: leave them out, for many")
+        raise InputError("--save, --html, --svg and --logprobs need one prompt's result: leave them out for many")
     if given.logprobs and not (given.as_json or given.save):
-        raise InputError("--logprobs are numbers beside the text: add --json, which prints them, or --save FILE")
+        raise InputError("--logprobs are not part of the text: add --json, which prints them, or --save FILE")
     if given.profile and given.trees.tree != "auto":
         raise InputError(
-            f"--profile is of what --tree auto learns, and --tree {given.trees.tree} learns nothing: leave one out"
+            f"--profile keeps what --tree auto learns, and --tree {given.trees.tree} learns nothing: leave one out"
         )
     if given.save_drafts and not given.online:
         raise InputError("--save-drafts writes what heads have learnt, and nothing learns: add --online")
@@ -245,7 +245,7 @@ def tree(
 def check_step(step: str) -> None:
     """Raise `InputError` for what is neither a step's number nor the word for the best one."""
     if step != BEST and (not step.isdecimal() or int(step) < 1):
-        raise InputError(f"step {step!r} is no step: give a number from 1 on, or {BEST}")
+        raise InputError(f"step {step!r} does not exist: give a number from 1 on, or {BEST}")
 
 
 def step_index(step: str, result: "Result") -> int:

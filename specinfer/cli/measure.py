@@ -39,7 +39,7 @@ def _take_defaults(context: typer.Context, preset: str | None) -> str | None:
 
 
 def compare(
-    out: Annotated[Path, Option(help="Folder for a record per finished prompt; a killed run goes on.")],
+    out: Annotated[Path, Option(help="Folder for a record per finished prompt; the same command resumes.")],
     preset: Annotated[
         str | None,
         Option(

@@ -180,9 +180,9 @@ class Form:
     regex: Annotated[str | None, Option(help="Regex that the whole text matches.")] = None
     choice: Annotated[list[str] | None, Option(help="A text that is allowed. Repeat.")] = None
 
-    def asked(self) -> dict[str, Any]:
+    def asked(self) -> dict[str, object]:
         """Return the options of a call; raise `InputError` for a file that cannot be read."""
-        found: dict[str, Any] = {"regex": self.regex, "choices": self.choice or None}
+        found: dict[str, object] = {"regex": self.regex, "choices": self.choice or None}
         if self.grammar:
             found["grammar"] = _read("--grammar", self.grammar)
         if self.json_schema:
@@ -190,7 +190,7 @@ class Form:
             try:
                 schema = parse_json(text)
             except ValueError as error:
-                raise InputError(f"--json-schema {self.json_schema} holds no JSON ({error!s:.100})") from error
+                raise InputError(f"--json-schema {self.json_schema} is not JSON ({error!s:.100})") from error
             found["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
         return {name: value for name, value in found.items() if value is not None}
 

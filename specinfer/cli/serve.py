@@ -30,10 +30,10 @@ class Access:
     host: Annotated[str, Option(help="Address to listen on.")] = "127.0.0.1"
     port: Annotated[int, Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8000
     api_key_file: Annotated[
-        Path | None, Option(help=f"File with a key a line; requests need one of them. ${KEY} is another.")
+        Path | None, Option(help=f"File with a key on each line; requests need one of them. ${KEY} is another.")
     ] = None
     insecure: Annotated[bool, Option("--insecure", help="Listen beyond this machine without keys.")] = False
-    allow_origin: Annotated[list[str] | None, Option(help="Origin of pages in browsers that may ask. Repeat.")] = None
+    allow_origin: Annotated[list[str] | None, Option(help="Origin of web pages that may ask. Repeat.")] = None
 
     def keys(self) -> list[str]:
         """Return the keys; raise `InputError` for a host that strangers reach, where there are none."""
@@ -45,7 +45,7 @@ class Access:
                 raise InputError(f"--api-key-file {self.api_key_file} cannot be read ({error})") from error
         keys = [key.strip() for key in found if key.strip()]
         if self.api_key_file and not keys:
-            raise InputError(f"--api-key-file {self.api_key_file} holds no key: write one a line")
+            raise InputError(f"--api-key-file {self.api_key_file} holds no key: write one on each line")
         if not keys and self.host not in LOOPBACK and not self.insecure:
             reach = f"--host {self.host} is reached from other machines, and there is no key"
             raise InputError(f"{reach}: add --api-key-file FILE, or --insecure")
@@ -61,7 +61,7 @@ class Capacity:
     """What a server takes at most."""
 
     max_rows: Annotated[int, Option(help="Texts at a time.", min=1)] = 16
-    max_queue: Annotated[int, Option(help="Texts that wait beside them; more get status 503.", min=0)] = 256
+    max_queue: Annotated[int, Option(help="Texts that may wait; more get status 503.", min=0)] = 256
     context: Annotated[
         int | None, Option(help="Tokens of prompt and text at most.", min=2, show_default="the target's context")
     ] = None
@@ -72,17 +72,17 @@ class Capacity:
     cache_megabytes: Annotated[
         float | None,
         Option(
-            help="Memory for prompts and texts that later ones begin with; 0 keeps none.",
+            help="Memory for what was read, for later prompts that begin alike; 0 keeps none.",
             min=0,
             show_default="a quarter of what is free",
         ),
     ] = None
-    write_timeout: Annotated[float, Option(help="Seconds for which a reader may take nothing of its stream.")] = 60.0
+    write_timeout: Annotated[float, Option(help="Seconds after which a stream that nobody reads is closed.")] = 60.0
     request_timeout: Annotated[
         float, Option(help="Seconds that an answer may take; then status 408.", min=0, show_default="no limit")
     ] = inf
     queue_timeout: Annotated[
-        float, Option(help="Seconds in which a text is to be begun; then status 503.", min=0, show_default="no limit")
+        float, Option(help="Seconds until a text must have begun; then status 503.", min=0, show_default="no limit")
     ] = inf
     drain: Annotated[int, Option(help="Seconds that texts under way have after SIGTERM.", min=0)] = 30
 

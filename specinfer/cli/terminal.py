@@ -8,11 +8,10 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isfinite
 from pathlib import Path
-from typing import Any
 
 from specinfer.common.progress import busy, close_bars
 from specinfer.common.records import holds_results
@@ -27,7 +26,7 @@ def print_json(value: object) -> None:
     print(json.dumps(mapped(value, _finite), ensure_ascii=False, allow_nan=False, default=str))
 
 
-def show(rows: Sequence[dict[str, Any]], as_json: bool = False) -> None:
+def show(rows: Sequence[Mapping[str, object]], as_json: bool = False) -> None:
     """Print rows as JSON, or as a table: folded to the width of a terminal, and a line per row elsewhere."""
     if as_json:
         return print_json(rows)

@@ -47,11 +47,11 @@ def _variables(options: ChatOptions) -> dict[str, object]:
     """
     more, tools = options.get("chat_template_kwargs") or {}, options.get("tools")
     if not isinstance(more, Mapping) or not all(isinstance(name, str) for name in more):
-        raise InputError(f"chat_template_kwargs={more!r:.60} is no dict: give variables of the template by name")
+        raise InputError(f"chat_template_kwargs={more!r:.60} is not a dict: give variables of the template by name")
     if twice := sorted(more.keys() & {*ChatOptions.__annotations__, "messages", "tokenize", "return_dict"}):
-        raise InputError(f"chat_template_kwargs holds {twice[0]}, which is an option of its own: give it as that")
+        raise InputError(f"chat_template_kwargs holds {twice[0]}, which is a separate option: give it by itself")
     if tools is not None and (isinstance(tools, str | Mapping) or not isinstance(tools, Sequence)):
-        raise InputError(f"tools={tools!r:.60} is no list: give JSON schemas, or functions with type hints")
+        raise InputError(f"tools={tools!r:.60} is not a list: give JSON schemas, or functions with type hints")
     given = {"tools": tools or None, "enable_thinking": plain(options.get("enable_thinking"))}
     return {**more, **{name: value for name, value in given.items() if value is not None}}
 
@@ -64,7 +64,7 @@ def rendered(messages: Sequence[Any], tokenizer: Any, options: ChatOptions, toke
         Exception: what tokenizers and templates raise.
     """
     if not all(isinstance(message, Mapping) for message in messages):
-        raise InputError("a message is no dict: give each a role and a content")
+        raise InputError("a message is not a dict: give each a role and a content")
     variables = _variables(options)
     for name in variables:
         _check_read(name, tokenizer, variables.get("tools"))
@@ -92,7 +92,7 @@ def begins_as_rendered(text: str, tokenizer: object) -> str:
     return token if written.startswith(token) else ""
 
 
-def _ending(messages: Sequence[Any], options: ChatOptions) -> dict[str, Any]:
+def _ending(messages: Sequence[Any], options: ChatOptions) -> dict[str, object]:
     """Return how the prompt ends: with a turn that is begun, or in the last message.
 
     Raises:
@@ -107,7 +107,7 @@ def _ending(messages: Sequence[Any], options: ChatOptions) -> dict[str, Any]:
     if continued is None:
         continued = is_begun and not begin
     if begin and continued:
-        raise InputError("add_generation_prompt begins a new message, and continue_final_message goes on with the last")
+        raise InputError("add_generation_prompt begins a message, continue_final_message continues the last: give one")
     return {"add_generation_prompt": not continued if begin is None else begin, "continue_final_message": continued}
 
 
@@ -146,12 +146,12 @@ def _is_written(messages: Sequence[Any], texts: Sequence[str], write: Callable[[
     return all(text.strip() in written for text in said) and not any(each in written for each in looks)
 
 
-def _with(message: Mapping[str, Any], content: Any) -> Mapping[str, Any]:
+def _with(message: Mapping[str, object], content: Any) -> Mapping[str, object]:
     """Return a message with its content in another form; what has none stays so."""
     return message if message.get("content") is None else {**message, "content": content}
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def _text(message: Mapping[str, object]) -> str:
     """Return the text of a message, whose content may be given as parts.
 
     Raises:

@@ -55,7 +55,7 @@ def checked_path(path: Any) -> Path:
         found = Path(os.path.expanduser(os.fspath(path)))
         if found.name and b"\0" not in os.fsencode(found):
             return found
-    raise InputError(f"{path!r:.60} is no path of a file: give its name")
+    raise InputError(f"{path!r:.60} is not the path of a file: give one")
 
 
 def write_whole(path: str | os.PathLike[str], data: bytes | str) -> None:
@@ -204,7 +204,7 @@ def weights_digest(folder: Path) -> str:
                     file.seek(size * sample // SAMPLES)
                     digest.update(file.read(SAMPLE_BYTES))
     except OSError as error:
-        raise InputError(f"cannot read {path} ({error.strerror}): is the model's folder whole?") from error
+        raise InputError(f"cannot read {path} ({error.strerror}): is the model's folder complete?") from error
     return f"{folder.resolve().name} {digest.hexdigest()[:16]}"
 
 

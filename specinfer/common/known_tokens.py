@@ -4,7 +4,6 @@ Knows: ids, how a tokenizer writes each, and texts of several.  Does not know: r
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from specinfer.common.token_text import Tokenizer
 
@@ -29,7 +28,7 @@ class KnownTokens:
         found = {token: (tokenizer.convert_ids_to_tokens(token), tokenizer.decode([token])) for token in sorted({*ids})}
         return cls(found, [(run, tokenizer.decode(run)) for run in runs])
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a JSON-ready dict, whose values `KnownTokens` takes."""
         return {"tokens": self.tokens, "runs": [[list(ids), text] for ids, text in self.runs.items()]}
 
@@ -37,7 +36,7 @@ class KnownTokens:
         """Return how a token is written, or None if it is not known."""
         return self.tokens.get(int(token), (None, ""))[0]
 
-    def decode(self, ids: Sequence[int], **_: Any) -> str:
+    def decode(self, ids: Sequence[int], **_: object) -> str:
         """Return the text of tokens: as asked for together, else one by one."""
         ids = list(map(int, ids))
         return self.runs.get(tuple(ids)) or "".join(self.tokens.get(token, (None, ""))[1] for token in ids)

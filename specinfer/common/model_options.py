@@ -9,15 +9,17 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, TypeAlias
 
 import torch
 
 from specinfer.common.advice import did_you_mean, where_to_give
 from specinfer.errors import ModelError
 
+DeviceMap: TypeAlias = str | int | Mapping[str, str | int | torch.device] | torch.device | None
 HUB = ("cache_dir", "revision", "subfolder", "token")  # which files are read, of tokenizers, too
-PASSED_ON: dict[str, Any] = {  # options of transformers, and their types
+PASSED_ON: dict[str, type | UnionType] = {  # options of transformers, and their types
     "cache_dir": str | os.PathLike,
     "revision": str,
     "subfolder": str,
@@ -47,7 +49,7 @@ DEVICES: dict[str, Callable[[], int]] = {
 PLANS = ("auto", "balanced", "balanced_low_0", "sequential")  # words for device maps
 
 
-def checked_options(given: Mapping[str, Any], others: Iterable[str] = ()) -> dict[str, Any]:
+def checked_options(given: Mapping[str, object], others: Iterable[str] = ()) -> dict[str, Any]:
     """Return the options to pass on to transformers.
 
     Args:
@@ -88,7 +90,7 @@ def checked_placement(device_map: object, max_memory: object, offload_folder: ob
     given = {"max_memory": max_memory, "offload_folder": offload_folder}
     if device_map is None:
         if named := [name for name, value in given.items() if value is not None]:
-            raise ModelError(f'{named[0]} is of layers that go to several places: give device_map="auto", too')
+            raise ModelError(f'{named[0]} concerns layers that a device_map spreads: give device_map="auto" as well')
         return {}
     if str(device) != "auto":
         raise ModelError(f"device={str(device)!r} and a device_map both say where the model goes: leave one out")
@@ -109,7 +111,7 @@ def _map(device_map: object) -> object:
         return {"": device_map}
     for name, where in device_map.items():
         if not isinstance(name, str):
-            raise ModelError(f"device_map has {name!r:.40}, which is no module's name")
+            raise ModelError(f"device_map has {name!r:.40}, which is not a module's name")
         _check_device(where, "cpu, disk, cuda:<n> or <n>")
     return dict(device_map)
 
@@ -126,7 +128,7 @@ def _check_device(where: object, choices: str) -> None:
         raise ModelError(f"device_map has {where!r:.40}, and torch sees {count} such devices: give {choices}")
 
 
-def _sizes(max_memory: Any) -> dict[int | str, int]:
+def _sizes(max_memory: object) -> dict[int | str, int]:
     from accelerate.utils import convert_file_size_to_int
 
     form = 'a dict such as {"cpu": "8GiB", 0: "20GiB"}'

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Display
     from rich.progress import ProgressColumn
 
-Progress = Callable[[str, int, int, dict[str, Any]], None]  # (stage, number done, of all, figures such as "tokens")
+Figures: TypeAlias = dict[str, Any]  # by name, such as "tokens"
+Progress: TypeAlias = Callable[[str, int, int, Figures], None]  # (stage, number done, of all, figures)
 Work = TypeVar("Work")
 
 FIRST, EVERY = 10, 30  # seconds before the first line, and from one line to the next
@@ -28,12 +29,12 @@ class Bars:
     def __init__(self) -> None:
         self.stage = ""
 
-    def __call__(self, stage: str, done: int, total: int, figures: dict[str, object]) -> None:
+    def __call__(self, stage: str, done: int, total: int, figures: Figures) -> None:
         """Show how far a stage is."""
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         if stage != self.stage:
-            self.stage, self.begun, self.due, self.figures = stage, perf_counter(), float(FIRST), dict[str, Any]()
+            self.stage, self.begun, self.due, self.figures = stage, perf_counter(), float(FIRST), Figures()
             self.before = figures.get("tokens", 0)
             label, said = (TextColumn(f"{{task.{field}}}", markup=False) for field in ("description", "fields[said]"))
             columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()

@@ -213,7 +213,7 @@ def _patience(default: float) -> timedelta:
     try:
         return timedelta(seconds=max(float(given), 1.0))
     except (ValueError, OverflowError) as error:
-        raise RankError(f"{PATIENCE}={given!r:.40} is no number of seconds") from error
+        raise RankError(f"{PATIENCE}={given!r:.40} is not a number of seconds") from error
 
 
 def _command(count: int) -> str:

@@ -1,4 +1,4 @@
-"""A folder of settings and of records, JSON lines that a killed run continues.
+"""A folder of settings and of records, JSON lines from which an interrupted run resumes.
 
 Knows: how a line gets to the disk, what a cut-off line looks like.  Does not know: what is recorded.
 
@@ -10,13 +10,14 @@ import logging
 import os
 from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from specinfer.common.files import lock_settings, parse_json, read_json, storing
 from specinfer.errors import InputError
 
 log = logging.getLogger(__name__)
 
+Record: TypeAlias = dict[str, Any]  # an object of JSON: settings, a line, or a part of either
 SETTINGS, RECORDS = "settings.json", "records.jsonl"
 FINISHED = [f"{inside}{name}" for inside in ("", "*/", "*/*/") for name in (RECORDS, "*.safetensors")]
 
@@ -34,7 +35,7 @@ class Records:
         self.folder, self.fields, self.what = folder, fields, what
         self.path = folder / RECORDS
 
-    def read(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    def read(self) -> tuple[Record, list[Record]]:
         """Return settings and records.  A last line that was cut off is left out, with a warning.
 
         Raises:
@@ -45,7 +46,7 @@ class Records:
             raise InputError(f"{self.folder} holds no records of {self.what}: run one into it first")
         return settings, records
 
-    def begin(self, settings: dict[str, Any]) -> None:
+    def begin(self, settings: Record) -> None:
         """Begin the folder, or check that it may be continued, and drop a line that was cut off.
 
         The caller holds the folder (`locked`) until it has appended its last record.
@@ -61,7 +62,7 @@ class Records:
         with storing(self.path), self.path.open("a") as file:
             file.truncate(sum(len(line) for line in self._lines() if line.endswith(b"\n")))
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: Record) -> None:
         """Write one record so that it is on the disk when this returns.
 
         Raises:
@@ -72,7 +73,7 @@ class Records:
             file.flush()
             os.fsync(file.fileno())
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Record]:
         """Yield the records.  A last line that was cut off is left out, with a warning.
 
         Raises:
@@ -84,7 +85,7 @@ class Records:
                 return
             record = self._parse_line(line)
             if record is None:
-                raise InputError(f"{self.path}, line {number} is damaged, and was not cut off: remove that line")
+                raise InputError(f"{self.path}, line {number} is damaged, and not only cut off: remove that line")
             yield record
 
     def _lines(self) -> Iterator[bytes]:
@@ -97,7 +98,7 @@ class Records:
         except OSError as error:
             raise InputError(f"cannot read {self.path}: {error.strerror}") from error
 
-    def _parse_line(self, line: bytes) -> dict[str, object] | None:
+    def _parse_line(self, line: bytes) -> Record | None:
         """Return a line's record, None if it is none."""
         try:
             row = parse_json(line)

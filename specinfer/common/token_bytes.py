@@ -7,7 +7,10 @@ Does not know: models, drafts, how text is cut into tokens.
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a SentencePiece token that is one byte
 SPACE = "\u2581"  # SentencePiece writes it for a space
@@ -34,7 +37,7 @@ def sentence_piece(piece: str) -> bytes:
     return bytes.fromhex(byte[1]) if byte else piece.replace(SPACE, " ").encode()
 
 
-def token_texts(tokenizer: Any) -> dict[int, bytes | str] | None:
+def token_texts(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes | str] | None:
     """Return what each token id stands for: bytes of text, or the name of a special token.
 
     Args:

@@ -48,7 +48,7 @@ class ModelDraft(Draft):
         tokens: str = "text",
     ) -> None:
         if tokens not in ("text", "same"):
-            raise InputError(f"tokens={tokens!r:.60} is no way to read a draft's tokens: choose text or same")
+            raise InputError(f"tokens={tokens!r:.60} is unknown: choose text or same")
         if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "get_vocab")):
             raise InputError(f"tokenizer={tokenizer!r:.60} has no vocabulary: give the draft's, or None")
         if name is not None:

@@ -271,7 +271,7 @@ def checked_share(online: object) -> float:
     if online is False:
         return 0.0
     if not (online is True or (isinstance(online, int | float) and 0 < online <= 1)):
-        raise InputError(f"online={online!r:.40} is no share of the time: give True (0.05), a number up to 1, or False")
+        raise InputError(f"online={online!r:.40} is not a share of time: give True (0.05), a number up to 1, or False")
     return SHARE if online is True else float(online)
 
 

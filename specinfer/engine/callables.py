@@ -1,6 +1,6 @@
 """The caller's own functions (logits processors, stopping criteria), made ready for one row of a call.
 
-A row's text is what it would be alone, and so is what a function remembers.  Rows are decoded one by one, at different
+Batching never changes a row's text, nor what a function remembers.  Rows are decoded one by one, at different
 lengths, while transformers hands a function all rows at once.  The contract that serves both:
 
     order    a function is called once for every token of a row's text, in the order of the text

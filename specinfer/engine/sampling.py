@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from specinfer.common.advice import where_to_give
 from specinfer.common.values import plain
 from specinfer.engine.callables import BatchRow, for_row, listed
+from specinfer.engine.options import Options
 from specinfer.errors import InputError, SamplingError
 from specinfer.grammar.matcher import Matcher
 from specinfer.prompts import is_text
@@ -288,11 +289,14 @@ def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
     return [{**options, **{name: values[row] for name, values in lists.items()}} for row in range(rows if lists else 1)]
 
 
-def whole_distribution(temperature: float) -> dict[str, Any]:
-    """Return the options of greedy decoding (0), or of sampling from the whole distribution at a temperature."""
+def whole_distribution(temperature: float, max_new_tokens: int) -> Options:
+    """Return the options of greedy decoding (0), or of sampling from the whole distribution at a temperature.
+
+    They mean the same distribution to transformers, too.
+    """
     if not temperature:
-        return {"do_sample": False}
-    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        return {"max_new_tokens": max_new_tokens, "do_sample": False}
+    return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
 
 def _check_greedy(given: dict[str, Any]) -> None:

@@ -389,7 +389,7 @@ class StoringSession(TreeSession):
 def checked_salt(salt: object) -> str:
     """Return a salt, "" for None; raise `InputError` if it is no string."""
     if salt is not None and not isinstance(salt, str):
-        raise InputError(f"cache_salt={salt!r:.60} is no string: give one that those who may share have in common")
+        raise InputError(f"cache_salt={salt!r:.60} is not a string: give one that all who may share have in common")
     return salt or ""
 
 

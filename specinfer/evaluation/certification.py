@@ -33,7 +33,7 @@ from enum import StrEnum
 from functools import cache, partial
 from itertools import chain, product
 from math import prod
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -402,7 +402,7 @@ class Certificate:
         """Whether the enumeration found what theory says."""
         return self.lossless if self.expected_lossless else self.total_variation > BROKEN
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return everything for JSON."""
         return asdict(self) | {"lossless": self.lossless, "passed": self.passed}
 
@@ -419,7 +419,7 @@ def certify(
     Args:
         pairs: what to certify.
         vocabulary: number of tokens, 3 or more for the mistakes to show; work grows with a power of it.
-        tokens: the distribution is joint over so many emitted tokens, unless a pair sets its own number.
+        tokens: the distribution is joint over this many emitted tokens, unless a pair sets its own number.
         seed: of the made-up models.
         progress: called with "pairs", how many are done, and of how many, once and after each.
 

@@ -7,11 +7,11 @@ import hashlib
 import os
 import platform
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from specinfer.attention import TreeModel, value_of
+from specinfer.common.records import Record
 from specinfer.engine.draft import Draft
 from specinfer.engine.sessions import Decoder
 from specinfer.loading import tokenizer_fingerprint
@@ -19,7 +19,7 @@ from specinfer.loading import tokenizer_fingerprint
 SKETCH = 16  # entries of each weight that stand for it in a fingerprint
 
 
-def models_of(decoder: Decoder) -> dict[str, Any]:
+def models_of(decoder: Decoder) -> Record:
     """Return what identifies the target, its tokens, the drafts and the arithmetic."""
     target, tokenizer = decoder.target, decoder.tokenizer
     return {
@@ -30,7 +30,7 @@ def models_of(decoder: Decoder) -> dict[str, Any]:
     }
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def machine(device: torch.device) -> Record:
     """Return what identifies the machine."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,

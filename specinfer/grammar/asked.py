@@ -66,7 +66,7 @@ def schema_text(name: str, schema: Any) -> str:
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise SamplingError(f"{name}: the schema is no JSON ({error!s:.100}): give plain values") from error
+        raise SamplingError(f"{name}: the schema is not JSON ({error!s:.100}): give plain values") from error
     if "\\u0000" in text.replace(r"\\", ""):
         raise SamplingError(f"{name} {NUL}")
     return text
@@ -75,7 +75,7 @@ def schema_text(name: str, schema: Any) -> str:
 def _read_format(value: Any) -> Grammar | None:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in FORMATS:
-        raise SamplingError(f"response_format={value!r:.60} is none: its type is one of {', '.join(FORMATS)}")
+        raise SamplingError(f"response_format={value!r:.60} is unknown: its type must be one of {', '.join(FORMATS)}")
     if kind == "text":
         return None
     if kind == "json_object":
@@ -83,7 +83,7 @@ def _read_format(value: Any) -> Grammar | None:
     given = value.get("json_schema")
     schema = given.get("schema") if isinstance(given, Mapping) else None
     if not isinstance(schema, Mapping):
-        raise SamplingError(f"response_format={value!r:.60} holds no schema, which is an object: give {SHAPE}")
+        raise SamplingError(f"response_format={value!r:.60} holds no schema (an object): give {SHAPE}")
     return Grammar("json_schema", schema_text("response_format", schema), lenient=given.get("strict") is False)
 
 
@@ -98,7 +98,7 @@ def _read_regex(value: Any) -> Grammar:
 def _read_choices(value: Any) -> Grammar:
     strings = [] if isinstance(value, str) or not isinstance(value, Sequence) else [*value]
     if not strings or not all(isinstance(each, str) and each for each in strings):
-        raise SamplingError(f"choices={value!r:.60} are no strings: give a list of at least one, none of them empty")
+        raise SamplingError(f"choices={value!r:.60} are not strings: give a list of at least one, none of them empty")
     written = [json.dumps(_text("choices", each), ensure_ascii=False) for each in strings]
     return Grammar("grammar", f"start: {' | '.join(written)}")
 

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationMixin
-from transformers.generation import GenerateDecoderOnlyOutput
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, LogitsProcessor, StoppingCriteria
 
 from specinfer.calls.run import Run
 from specinfer.common.values import checked_logprobs, plain
@@ -38,21 +38,21 @@ class SpeculativeOutput(GenerateDecoderOnlyOutput):
 
 
 def custom_generate(
-    model: Any,
+    model: PreTrainedModel,
     input_ids: Tensor,
-    logits_processor: Sequence[Any],
-    stopping_criteria: Sequence[Any],
-    generation_config: Any,
-    draft_model: Any = None,
+    logits_processor: Sequence[LogitsProcessor],
+    stopping_criteria: Sequence[StoppingCriteria],
+    generation_config: GenerationConfig,
+    draft_model: object = None,
     tree: Policy | str | None = "auto",
     seed: int | Sequence[int] | None = None,
-    spec_streamer: Any = None,
-    target_tokenizer: Any = None,
+    spec_streamer: BaseStreamer | None = None,
+    target_tokenizer: PreTrainedTokenizerBase | None = None,
     logprobs: bool | int = False,
-    assistant_model: Any = None,
-    streamer: Any = None,
+    assistant_model: PreTrainedModel | None = None,
+    streamer: BaseStreamer | None = None,
     **model_inputs: Any,
-) -> Any:
+) -> Tensor | SpeculativeOutput:
     """Decode with token trees inside ``model.generate(**inputs, custom_generate=specinfer.custom_generate, ...)``.
 
     Give ``draft_model``, ``tree``, ``seed``, ``spec_streamer``, ``target_tokenizer`` and ``logprobs`` to ``generate``
@@ -69,7 +69,7 @@ def custom_generate(
         draft_model: a draft model, "ngram", a `Draft`, or a list of those; None is "ngram".
         tree: the growth policy; None = no speculation.  Give all calls the same `Auto`, and it keeps what it learns.
         seed, logprobs: as `SpeculativeDecoder.prepare`; log-probabilities are in `SpeculativeOutput`.
-        spec_streamer: a transformers streamer, for one row, that gets the prompt, too.
+        spec_streamer: a transformers streamer, for one row, that also gets the prompt.
         target_tokenizer: needed if the draft has another one: ``draft_model=ModelDraft(model, its tokenizer)``.
         assistant_model: the draft model by transformers' name.
         streamer: a transformers streamer, for one row, that has the prompt already.
@@ -93,14 +93,14 @@ def custom_generate(
     sequences = settings.sequences  # as often has transformers repeated each prompt
     seeds = row_seeds(seed, len(padded) // sequences, decoder.target.ranks, sequences)
     prompts, paddings = [row.ids for row in padded], [row.left for row in padded]
-    more: dict[str, Any] = {"paddings": paddings, "logprobs": checked_logprobs(logprobs)}
-    run = Run(make_requests(decoder, prompts, [settings] * len(padded), seeds, **more))
+    kept_logprobs, settings_of = checked_logprobs(logprobs), [settings] * len(padded)
+    run = Run(make_requests(decoder, prompts, settings_of, seeds, paddings=paddings, logprobs=kept_logprobs))
     run.finish(spec_streamer)
     return _output(run.results(), input_ids, generation_config)
 
 
 def _read(
-    input_ids: Tensor, model_inputs: dict[str, Any], settings: GenerationSettings, decoder: SpeculativeDecoder
+    input_ids: Tensor, model_inputs: dict[str, object], settings: GenerationSettings, decoder: SpeculativeDecoder
 ) -> list[Padded]:
     """Return the prompts without their padding; raise `InputError` for one that cannot be continued."""
     mask = model_inputs.pop("attention_mask", None)  # if it were a parameter, transformers would pass it twice
@@ -115,10 +115,10 @@ def _read(
     return padded
 
 
-class _Prompted:
+class _Prompted(BaseStreamer):
     """A streamer that has the prompt already: the first call of `put` does nothing."""
 
-    def __init__(self, streamer: Any) -> None:
+    def __init__(self, streamer: BaseStreamer) -> None:
         self.streamer, self.begun = streamer, False
 
     def end(self) -> None:
@@ -153,7 +153,7 @@ def _kept_back(input_ids: Tensor) -> dict[str, Any]:
     return {}
 
 
-def _check_inputs(model_inputs: dict[str, Any], rows: Sequence[Padded], decoder: SpeculativeDecoder) -> None:
+def _check_inputs(model_inputs: dict[str, object], rows: Sequence[Padded], decoder: SpeculativeDecoder) -> None:
     """Raise `InputError` for an input that decoding with trees would silently ignore."""
     beside = {name: value for name, value in model_inputs.items() if name not in _PREPARED}
     cache: Any = beside.get(decoder.target.cache_name)
@@ -171,10 +171,10 @@ def _is_empty(cache: Any) -> bool:
     return not (cache.has_previous_state() if only_states else cache.get_seq_length())
 
 
-def _output(results: list[Result], input_ids: Tensor, generation_config: Any) -> Any:
+def _output(results: list[Result], input_ids: Tensor, config: GenerationConfig) -> Tensor | SpeculativeOutput:
     new = [torch.tensor(result.token_ids, device=input_ids.device) for result in results]
-    padded = pad_sequence(new, batch_first=True, padding_value=generation_config.pad_token_id or 0)
+    padded = pad_sequence(new, batch_first=True, padding_value=config.pad_token_id or 0)
     sequences: Any = torch.cat([input_ids, padded], 1)
-    if generation_config.return_dict_in_generate:
+    if config.return_dict_in_generate:
         return SpeculativeOutput(sequences=sequences, results=results)
     return sequences

@@ -19,6 +19,7 @@ from msgspec.json import encode
 from specinfer.calls.scoring import Score
 from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
+from specinfer.engine.options import Options
 from specinfer.engine.requests import Request, target_name
 from specinfer.serve.choice import AfterPrompt, Choice, News
 from specinfer.serve.protocol import ApiError, Body
@@ -109,7 +110,7 @@ class Answer(Generic[B]):
         """Yield the token ids of the prompts."""
         raise NotImplementedError
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Options:
         """Return the engine's options, those that depend on the prompt apart."""
         return self.body.options(self.served.decoder.target.model.generation_config)
 
@@ -132,13 +133,14 @@ class Answer(Generic[B]):
         self.prompts, made = [*self.read()], list[Request]()
         for ids in self.prompts:
             first = randbits(SEED_BITS) if body.seed is None else body.seed
-            asked = {
-                **options,
+            options |= {
                 "max_new_tokens": max(1, self._budget(len(ids))),
                 "logits_processor": body.penalties(len(ids)),
+                "cache_salt": self.salt,
             }
-            asked["cache_salt"] = self.salt
-            made += [decoder.prepare(ids, seed=first + k, stopping=AfterPrompt, **asked) for k in range(count)]
+            for number in range(count):
+                options["seed"] = first + number
+                made.append(decoder.prepare(ids, stopping=AfterPrompt, **options))
         self.choices = [self.choice(request) for request in made]
         for request in made if body.asked_tokens == 0 else ():
             request.end("length")  # before it begins
@@ -156,43 +158,43 @@ class Answer(Generic[B]):
 
     # ---- what is sent ----
 
-    def event(self, chunk: dict[str, Any]) -> bytes:
+    def event(self, chunk: dict[str, object]) -> bytes:
         """Return the lines of a chunk in a stream."""
         return b"data: %b\n\n" % encode(chunk)
 
-    def failure(self, error: ApiError) -> dict[str, Any]:
+    def failure(self, error: ApiError) -> dict[str, object]:
         """Return the chunk of an error."""
         return error.body
 
-    def first_chunks(self) -> Iterator[dict[str, Any]]:
+    def first_chunks(self) -> Iterator[dict[str, object]]:
         """Yield the chunks before the first step."""
         yield from ()
 
-    def chunks(self) -> Iterator[dict[str, Any]]:
+    def chunks(self) -> Iterator[dict[str, object]]:
         """Yield the chunks of what is new in all choices."""
         for index, choice in enumerate(self.choices):
             if news := choice.news():
                 yield from self.chunks_of(index, news)
 
-    def chunks_of(self, index: int, news: News) -> Iterator[dict[str, Any]]:
+    def chunks_of(self, index: int, news: News) -> Iterator[dict[str, object]]:
         """Yield the chunks of what is new in a choice."""
         raise NotImplementedError
 
-    def usage_chunk(self) -> dict[str, Any]:
+    def usage_chunk(self) -> dict[str, object]:
         """Return the chunk of what was used."""
         return self._object(self.chunk_object) | {"choices": [], "usage": self.usage()}
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """Return the answer in one piece, once all requests are done."""
         told = [(index, choice.news()) for index, choice in enumerate(self.choices)]
         choices = [self.whole_choice(index, news) for index, news in told if news]
         return self._object(self.whole_object) | {"choices": choices, "usage": self.usage()}
 
-    def whole_choice(self, index: int, news: News) -> dict[str, Any]:
+    def whole_choice(self, index: int, news: News) -> dict[str, object]:
         """Return a choice in one piece."""
         raise NotImplementedError
 
-    def chunk(self, index: int, part: Mapping[str, Any], logprobs: Any, ended: bool = False) -> dict[str, Any]:
+    def chunk(self, index: int, part: Mapping[str, object], logprobs: object, ended: bool = False) -> dict[str, object]:
         """Return the chunk of one choice.
 
         Args:
@@ -205,7 +207,7 @@ class Answer(Generic[B]):
         choice = {"index": index, **part, "logprobs": logprobs, **ending}
         return self._object(self.chunk_object) | {"choices": [choice]} | ({"usage": None} if self.usage_asked else {})
 
-    def ending(self, index: int) -> dict[str, Any]:
+    def ending(self, index: int) -> dict[str, object]:
         """Return what is said of a choice that has ended, beside its text."""
         return {"finish_reason": self.choices[index].finish_reason, "seed": self.choices[index].seed}
 
@@ -222,12 +224,12 @@ class Answer(Generic[B]):
             "completion_tokens_details": {"speculation": _speculation(did, written)},
         }
 
-    def _object(self, kind: str) -> dict[str, Any]:
+    def _object(self, kind: str) -> dict[str, object]:
         head = {"id": self.head["id"], "object": kind, "created": self.head["created"], "model": self.served.name}
         return head | {"system_fingerprint": self.served.fingerprint}
 
 
-def _speculation(did: Counter[str], written: int) -> dict[str, Any]:
+def _speculation(did: Counter[str], written: int) -> dict[str, object]:
     """Return what speculation did, from the counts of choices."""
     passes, by_draft = did["target_passes"], {name[1:]: count for name, count in did.items() if name[0] == ":"}
     return {

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import sha256
 from math import inf
 from time import perf_counter, time
-from typing import Any, TypeVar
+from typing import TypeAlias
 
 from msgspec.json import encode
 from starlette.applications import Starlette
@@ -28,7 +28,7 @@ from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.scheduler import MAX_ROWS
 from specinfer.engine.store import PrefixStore
 from specinfer.errors import InputError, SamplingError
-from specinfer.serve.answer import Answer, Served
+from specinfer.serve.answer import Served
 from specinfer.serve.chat import Chat
 from specinfer.serve.completions import Completion
 from specinfer.serve.engine import Engine, Generation, Patience, within
@@ -37,7 +37,7 @@ from specinfer.serve.protocol import ApiError, ChatBody, CompletionBody, Respons
 from specinfer.serve.responses import Reply
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+Answers: TypeAlias = Chat | Completion  # Reply is a Chat
 EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"
 
@@ -73,7 +73,7 @@ class Json(Response):
 
     media_type = "application/json"
 
-    def render(self, content: Any) -> bytes:
+    def render(self, content: object) -> bytes:
         """Return the bytes of a value."""
         return encode(content)
 
@@ -166,7 +166,7 @@ class Server:
         body = parsed(await self._body(request), ResponseBody)
         return await self._answered(request, Reply(body, self.served, _client(request)))
 
-    async def _answered(self, request: Request, answer: Answer[Any]) -> Response:
+    async def _answered(self, request: Request, answer: Answers) -> Response:
         """Return an answer, whole or as a stream; whatever can be wrong with a request is told before it begins."""
         self._check_model(answer.body.model)
         patience = Patience(perf_counter(), self.limits.request_timeout, self.limits.queue_timeout)
@@ -179,7 +179,7 @@ class Server:
         finally:
             generation.close()
 
-    async def _begun(self, answer: Answer[Any], patience: Patience) -> Generation:
+    async def _begun(self, answer: Answers, patience: Patience) -> Generation:
         """Prepare an answer's requests, and give them to the engine."""
         try:
             async with within(patience.whole):
@@ -191,12 +191,12 @@ class Server:
             raise refused(error) from error
         return self.engine.submit(requests, patience)
 
-    async def _whole(self, answer: Answer[Any], generation: Generation) -> Response:
+    async def _whole(self, answer: Answers, generation: Generation) -> Response:
         while not generation.done:
             await generation.news()
         return Json(answer.whole())
 
-    async def _events(self, answer: Answer[Any], generation: Generation) -> AsyncIterator[bytes]:
+    async def _events(self, answer: Answers, generation: Generation) -> AsyncIterator[bytes]:
         """Yield the lines of a stream."""
         try:
             for chunk in answer.first_chunks():
@@ -238,7 +238,7 @@ class Server:
             raise ApiError(404, message, "model", "model_not_found")
 
     @property
-    def _model(self) -> dict[str, Any]:
+    def _model(self) -> dict[str, object]:
         named = {"id": self.served.name, "object": "model", "created": self.began, "owned_by": "specinfer"}
         return named | {"max_model_len": self.served.context}
 
@@ -286,7 +286,7 @@ def _client(request: Request) -> str:
     return sha256(request.headers.get("authorization", "").encode()).hexdigest()
 
 
-async def _unless_gone(request: Request, answering: Coroutine[Any, Any, Response]) -> Response:
+async def _unless_gone(request: Request, answering: Coroutine[object, None, Response]) -> Response:
     """Return an answer, unless the client goes away before."""
     answer = asyncio.ensure_future(answering)
     gone = asyncio.ensure_future(_gone(request))

@@ -12,11 +12,12 @@ from msgspec import to_builtins
 
 from specinfer.common.chat import ChatOptions
 from specinfer.common.token_text import plain_text
+from specinfer.engine.options import Options
 from specinfer.engine.requests import Request
 from specinfer.serve.answer import Answer, Served
 from specinfer.serve.choice import Choice, Likely, News, token_bytes
 from specinfer.serve.protocol import ApiError, ChatBody, Chosen, Message
-from specinfer.serve.tools import REASONING, Deltas, Forced, response_template
+from specinfer.serve.tools import REASONING, Delta, Deltas, Forced, response_template
 
 
 class Chat(Answer[ChatBody]):
@@ -30,12 +31,12 @@ class Chat(Answer[ChatBody]):
         self.deltas: list[Deltas] = []  # of each choice
 
     @cached_property
-    def template(self) -> dict[str, Any] | None:
+    def template(self) -> dict[str, object] | None:
         """How the target writes tool calls and reasoning, if that is known."""
         return response_template(self.served.decoder)
 
     @property
-    def tools(self) -> list[dict[str, Any]] | None:
+    def tools(self) -> list[dict[str, object]] | None:
         """The tools that the target is told of.
 
         Raises:
@@ -55,7 +56,7 @@ class Chat(Answer[ChatBody]):
     @cached_property
     def chat(self) -> ChatOptions:
         """How the conversation becomes a prompt."""
-        more = dict(self.body.chat_template_kwargs or {})
+        more: dict[str, Any] = {**(self.body.chat_template_kwargs or {})}
         if "chat_template" in more:
             raise ApiError(400, "chat_template_kwargs: the model's template is used", "chat_template_kwargs")
         return ChatOptions(
@@ -71,7 +72,7 @@ class Chat(Answer[ChatBody]):
         """Yield the token ids of the conversation."""
         yield self.served.decoder.read([*map(_as_read, self.body.messages)], chat=self.chat).only
 
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Options:
         """Return the engine's options; calls that are forced take the place of what else the text may be."""
         forced = self.body.forced
         if not forced:
@@ -88,12 +89,12 @@ class Chat(Answer[ChatBody]):
         self.deltas.append(Deltas(parser, self.several))
         return Choice(request, self.body.stops, special=parser is not None)
 
-    def first_chunks(self) -> Iterator[dict[str, Any]]:
+    def first_chunks(self) -> Iterator[dict[str, object]]:
         """Yield the chunks that say whose message it is."""
         for index in range(len(self.choices)):
             yield self.chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
 
-    def chunks_of(self, index: int, news: News) -> Iterator[dict[str, Any]]:
+    def chunks_of(self, index: int, news: News) -> Iterator[dict[str, object]]:
         """Yield the chunks of what is new in a choice: a part each, and the end."""
         logprobs = self._logprobs(news.tokens)
         for delta in self.deltas[index].of(news.text, news.reason is not None):
@@ -102,15 +103,15 @@ class Chat(Answer[ChatBody]):
         if news.reason:
             yield self.chunk(index, {"delta": {}}, logprobs, ended=True)
 
-    def ending(self, index: int) -> dict[str, Any]:
+    def ending(self, index: int) -> dict[str, object]:
         """Return what is said of a choice that has ended: calls that the target chose are a reason of their own."""
         found = super().ending(index)
         chose = self.deltas[index].calls and not isinstance(self.body.tool_choice, Chosen)
         return found | {"finish_reason": "tool_calls"} if chose and found["finish_reason"] == "stop" else found
 
-    def whole_choice(self, index: int, news: News) -> dict[str, Any]:
+    def whole_choice(self, index: int, news: News) -> dict[str, object]:
         """Return a choice in one piece."""
-        message: dict[str, Any] = {"role": "assistant", "content": None, "refusal": None}
+        message: Delta = {"role": "assistant", "content": None, "refusal": None}
         for delta in self.deltas[index].of(news.text, True):
             for name, part in delta.items():
                 message[name] = part if message.get(name) is None else message[name] + part
@@ -120,21 +121,21 @@ class Chat(Answer[ChatBody]):
             del call["index"]
         return {"index": index, "message": message, "logprobs": self._logprobs(news.tokens), **self.ending(index)}
 
-    def _logprobs(self, tokens: Sequence[Likely]) -> dict[str, Any] | None:
+    def _logprobs(self, tokens: Sequence[Likely]) -> dict[str, object] | None:
         """Return log-probabilities of tokens, in the form of messages."""
         if not tokens:
             return None
         return {"content": [self._token(*each[:2]) | self._top(each) for each in tokens], "refusal": None}
 
-    def _top(self, each: Likely) -> dict[str, Any]:
+    def _top(self, each: Likely) -> dict[str, object]:
         return {"top_logprobs": [self._token(*pair) for pair in each.top]}
 
-    def _token(self, token: int, logprob: float | None) -> dict[str, Any]:
+    def _token(self, token: int, logprob: float | None) -> dict[str, object]:
         tokenizer = self.served.decoder.tokenizer
         return {"token": plain_text(tokenizer, token), "logprob": logprob, "bytes": token_bytes(tokenizer, token)}
 
 
-def _as_read(message: Message) -> dict[str, Any]:
+def _as_read(message: Message) -> dict[str, object]:
     """Return a message as templates read it: arguments as objects, one name for reasoning and for instructions.
 
     Raises:
@@ -151,5 +152,5 @@ def _as_read(message: Message) -> dict[str, Any]:
             try:
                 call["function"]["arguments"] = json.loads(arguments or "{}")
             except ValueError:
-                raise ApiError(400, "messages: the arguments of a tool call are no JSON", "messages") from None
+                raise ApiError(400, "messages: the arguments of a tool call are not JSON", "messages") from None
     return found

@@ -5,9 +5,9 @@ Knows: tokens, texts, stop strings.  Does not know: HTTP, the protocol, when ste
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from specinfer.common.token_text import plain_text, split_bytes
+from specinfer.common.token_text import Tokenizer, plain_text, split_bytes
 from specinfer.engine.detokenize import Pieces
 from specinfer.engine.requests import Request
 from specinfer.engine.sequence import Stopping
@@ -141,7 +141,7 @@ class Choice:
         return counts
 
 
-def token_bytes(tokenizer: Any, token: int) -> list[int]:
+def token_bytes(tokenizer: Tokenizer, token: int) -> list[int]:
     """Return the bytes of one token's text."""
     found = split_bytes(tokenizer, token)
     return list(plain_text(tokenizer, token).encode() if found is None else found)

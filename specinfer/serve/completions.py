@@ -6,7 +6,6 @@ Knows: the protocol's older form, log-likelihoods of prompts.  Does not know: HT
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any
 
 from specinfer.calls.scoring import Score
 from specinfer.common.token_text import plain_text
@@ -47,13 +46,13 @@ class Completion(Answer[CompletionBody]):
         score: Score = self.served.decoder.score(ids[:1], ids[1:], top_logprobs=self.body.logprobs or 0)
         return score
 
-    def first_chunks(self) -> Iterator[dict[str, Any]]:
+    def first_chunks(self) -> Iterator[dict[str, object]]:
         """Yield the chunks of prompts that are echoed."""
         for index in range(len(self.choices)) if self.body.echo else ():
             text, tokens = self._prompt(index)
             yield self.chunk(index, {"text": text}, self._logprobs(index, tokens))
 
-    def chunks_of(self, index: int, news: News) -> Iterator[dict[str, Any]]:
+    def chunks_of(self, index: int, news: News) -> Iterator[dict[str, object]]:
         """Yield the chunks of what is new in a choice: its text, and the end."""
         logprobs = self._logprobs(index, news.tokens)
         if news.text:
@@ -62,7 +61,7 @@ class Completion(Answer[CompletionBody]):
         if news.reason:
             yield self.chunk(index, {"text": ""}, logprobs, ended=True)
 
-    def whole_choice(self, index: int, news: News) -> dict[str, Any]:
+    def whole_choice(self, index: int, news: News) -> dict[str, object]:
         """Return a choice in one piece."""
         text, tokens = self._prompt(index) if self.body.echo else ("", [])
         logprobs = self._logprobs(index, [*tokens, *news.tokens])
@@ -79,7 +78,7 @@ class Completion(Answer[CompletionBody]):
         tops = score.top_logprobs or [()] * len(score.token_ids)
         return text, [Likely(ids[0], None), *map(Likely, score.token_ids, score.log_probabilities, tops)]
 
-    def _logprobs(self, index: int, tokens: Sequence[Likely]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, tokens: Sequence[Likely]) -> dict[str, object] | None:
         """Return log-probabilities of a choice's next tokens, in the form of completions."""
         if not tokens:
             return None

@@ -7,17 +7,22 @@ Does not know: models, prompts, HTTP beyond the number of a status.
 import logging
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 from msgspec import Meta, MsgspecError, Struct, convert
 from msgspec.json import decode
 
+from specinfer.engine.options import Options
 from specinfer.engine.penalties import FrequencyPenalty, PresencePenalty
 from specinfer.errors import InputError, SamplingError
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 log = logging.getLogger(__name__)
 
 B = TypeVar("B", bound=Struct)
+T = TypeVar("T")
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Tops = Annotated[int, Meta(ge=0, le=20)]
 StopString = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -79,7 +84,7 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
 
     @property
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """The protocol's object."""
         kind = TYPES.get(self.status, "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -135,7 +140,7 @@ class Body(Struct, kw_only=True):
     seed: int | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
-    response_format: dict[str, Any] | None = None
+    response_format: dict[str, object] | None = None
 
     @property
     def stops(self) -> list[str]:
@@ -152,7 +157,7 @@ class Body(Struct, kw_only=True):
         """The engine's option `logprobs`."""
         raise NotImplementedError
 
-    def options(self, config: Any) -> dict[str, Any]:
+    def options(self, config: "GenerationConfig") -> Options:
         """Return the engine's options, those that depend on the prompt apart.
 
         Args:
@@ -161,40 +166,39 @@ class Body(Struct, kw_only=True):
         Raises:
             ApiError: `logit_bias` has a key that is no token id.
         """
-        temperature = _first(self.temperature, config.temperature, 1.0)
-        sampling = {"temperature": temperature}
-        if temperature:
+        asked = Options(
+            temperature=_first(self.temperature, config.temperature, 1.0),
+            repetition_penalty=self.repetition_penalty,
+            sequence_bias=self._bias() or None,
+            stop_strings=self.stops or None,
+            min_new_tokens=self.min_tokens,
+            eos_token_id=-1 if self.ignore_eos else None,
+            response_format=self.response_format,
+            logprobs=self.kept_logprobs,
+        )
+        if asked["temperature"]:
             top_p, top_k = _first(self.top_p, config.top_p, 1.0), _first(self.top_k, config.top_k, 0)
-            sampling |= {"top_p": top_p, "top_k": max(top_k, 0), "min_p": self.min_p}  # -1 is vLLM's for all tokens
-        return {
-            **sampling,
-            "repetition_penalty": self.repetition_penalty,
-            "sequence_bias": self._bias() or None,
-            "stop_strings": self.stops or None,
-            "min_new_tokens": self.min_tokens,
-            "eos_token_id": -1 if self.ignore_eos else None,
-            "response_format": self.response_format,
-            "logprobs": self.kept_logprobs,
-        }
+            asked |= {"top_p": top_p, "top_k": max(top_k, 0), "min_p": self.min_p}  # -1 is vLLM's for all tokens
+        return asked
 
     def penalties(self, start: int) -> list[PresencePenalty]:
         """Return the processors of the penalties on what a text holds that begins at an index."""
         named = ((PresencePenalty, self.presence_penalty), (FrequencyPenalty, self.frequency_penalty))
         return [kind(value, start) for kind, value in named if value]
 
-    def _bias(self) -> dict[tuple[int], float]:
+    def _bias(self) -> dict[tuple[int, ...], float]:
         """Return the biases by token."""
         try:
             return {(int(token),): bias for token, bias in (self.logit_bias or {}).items()}
         except ValueError:
-            raise ApiError(400, "logit_bias: a key is no token id", "logit_bias") from None
+            raise ApiError(400, "logit_bias: a key is not a token id", "logit_bias") from None
 
 
 class Function(Struct, omit_defaults=True):
     """The function that a tool call names, and its arguments."""
 
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, object] = ""
 
 
 class ToolCall(Struct):
@@ -214,7 +218,7 @@ class Declared(Struct):
     """
 
     name: str
-    parameters: dict[str, Any] | None = None
+    parameters: dict[str, object] | None = None
     strict: bool | None = None
 
 
@@ -249,7 +253,7 @@ class Message(Struct, omit_defaults=True):
     """A message of a conversation.  Roles are these only, because templates write roles as they come."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[dict[str, object]] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -277,18 +281,18 @@ class ChatBody(Body, kw_only=True):
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Tops | None = None
-    tools: Annotated[list[dict[str, Any]], Meta(max_length=128)] | None = None
+    tools: Annotated[list[dict[str, object]], Meta(max_length=128)] | None = None
     tool_choice: Literal["auto", "none", "required"] | Chosen | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, object] | None = None
 
     @property
     def asked_tokens(self) -> int | None:
         """How many new tokens were asked for at most."""
-        return _first(self.max_completion_tokens, self.max_tokens)
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
     def kept_logprobs(self) -> bool | int:
@@ -314,9 +318,9 @@ class ChatBody(Body, kw_only=True):
             raise ApiError(400, "tool_choice: there is no tool to be called: give its schema in tools", "tool_choice")
         return found
 
-    def options(self, config: Any) -> dict[str, Any]:
+    def options(self, config: "GenerationConfig") -> Options:
         """Return the engine's options, what the text may repeat among them."""
-        return super().options(config) | {"prediction": self.prediction and self.prediction.text}
+        return super().options(config) | Options(prediction=self.prediction.text if self.prediction else None)
 
 
 class CompletionBody(Body, kw_only=True):
@@ -351,14 +355,14 @@ class InputMessage(Struct):
     """A message in the newer form."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[dict[str, Any]]
+    content: str | list[dict[str, object]]
     type: Literal["message"] = "message"
 
 
 class TextOptions(Struct):
     """What a message is to be, in the newer form."""
 
-    format: dict[str, Any] | None = None
+    format: dict[str, object] | None = None
 
 
 class ResponseBody(Struct, kw_only=True):
@@ -375,10 +379,10 @@ class ResponseBody(Struct, kw_only=True):
     seed: int | None = None
     metadata: dict[str, str] | None = None
     cache_salt: Annotated[str, Meta(max_length=256)] | None = None
-    tools: Annotated[list[Any], Meta(max_length=0)] | None = None  # in chats they are
+    tools: Annotated[list[object], Meta(max_length=0)] | None = None  # in chats they are
 
     @property
-    def form(self) -> dict[str, Any] | None:
+    def form(self) -> dict[str, object] | None:
         """What the message is to be."""
         return self.text.format if self.text else None
 
@@ -415,7 +419,7 @@ def parsed(data: bytes, kind: type[B]) -> B:
         ApiError: it is not JSON, or a field is wrong, by name.
     """
     try:
-        fields = decode(data, type=dict[str, Any])
+        fields = decode(data, type=dict[str, object])
         body = convert(fields, kind)
     except (MsgspecError, RecursionError, UnicodeDecodeError) as error:
         where = re.search(r"\$\.(\w+)", str(error))
@@ -424,12 +428,12 @@ def parsed(data: bytes, kind: type[B]) -> B:
     for names, neutral, advice in REFUSED:
         for name in names.split():
             if fields.get(name) is not None and fields[name] not in neutral:
-                raise ApiError(400, f"{name} cannot be used here, and the text would be another one: {advice}", name)
+                raise ApiError(400, f"{name} is not supported, and would change the text: {advice}", name)
     if unknown := sorted(fields.keys() - set(kind.__struct_fields__)):
         log.info("fields that are ignored: %.200r", unknown)
     return body
 
 
-def _first(*values: Any) -> Any:
-    """Return the first value that is not None, or None."""
-    return next((value for value in values if value is not None), None)
+def _first(asked: T | None, usual: T | None, otherwise: T) -> T:
+    """Return the first value that is not None."""
+    return next((value for value in (asked, usual) if value is not None), otherwise)

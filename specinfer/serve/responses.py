@@ -6,7 +6,6 @@ Knows: objects and events of the protocol's newer form.  Does not know: HTTP, pr
 """
 
 from collections.abc import Iterator
-from typing import Any
 from uuid import uuid4
 
 from msgspec.json import encode
@@ -28,17 +27,17 @@ class Reply(Chat):
         self.given, self.text, self.told = given, "", 0
         self.where = {"item_id": f"msg_{uuid4().hex}", "output_index": 0}
 
-    def event(self, chunk: dict[str, Any]) -> bytes:
+    def event(self, chunk: dict[str, object]) -> bytes:
         """Return the lines of an event, which has a name and a number."""
         numbered = {**chunk, "sequence_number": self.told}
         self.told += 1
-        return b"event: %b\ndata: %b\n\n" % (chunk["type"].encode(), encode(numbered))
+        return b"event: %b\ndata: %b\n\n" % (str(chunk["type"]).encode(), encode(numbered))
 
-    def failure(self, error: ApiError) -> dict[str, Any]:
+    def failure(self, error: ApiError) -> dict[str, object]:
         """Return the event of an error."""
         return {"type": "error", "code": error.code, "message": error.message, "param": error.param}
 
-    def first_chunks(self) -> Iterator[dict[str, Any]]:
+    def first_chunks(self) -> Iterator[dict[str, object]]:
         """Yield the events before the first step."""
         for name in ("created", "in_progress"):
             yield {"type": f"response.{name}", "response": self._response("in_progress", [])}
@@ -46,7 +45,7 @@ class Reply(Chat):
         yield {"type": "response.output_item.added", "output_index": 0, "item": item}
         yield self._of_text("response.content_part.added", part=self._part())
 
-    def chunks_of(self, index: int, news: News) -> Iterator[dict[str, Any]]:
+    def chunks_of(self, index: int, news: News) -> Iterator[dict[str, object]]:
         """Yield the events of what is new in the text, and of its end."""
         for delta in self._contents(news):
             yield self._of_text("response.output_text.delta", delta=delta, logprobs=[])
@@ -58,7 +57,7 @@ class Reply(Chat):
             yield {"type": "response.output_item.done", "output_index": 0, "item": item}
             yield {"type": f"response.{status}", "response": self._response(status, [item])}
 
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, object]:
         """Return the answer in one piece, once its request is done."""
         news = self.choices[0].news()
         assert news
@@ -74,17 +73,17 @@ class Reply(Chat):
                 self.text += content
                 yield content
 
-    def _of_text(self, kind: str, **more: Any) -> dict[str, Any]:
+    def _of_text(self, kind: str, **more: object) -> dict[str, object]:
         return {"type": kind, **self.where, "content_index": 0, **more}
 
-    def _part(self) -> dict[str, Any]:
+    def _part(self) -> dict[str, object]:
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
-    def _item(self, status: str, content: list[Any]) -> dict[str, Any]:
+    def _item(self, status: str, content: list[dict[str, object]]) -> dict[str, object]:
         name = self.where["item_id"]
         return {"id": name, "type": "message", "role": "assistant", "status": status, "content": content}
 
-    def _response(self, status: str, output: list[Any]) -> dict[str, Any]:
+    def _response(self, status: str, output: list[dict[str, object]]) -> dict[str, object]:
         """Return the response as it is."""
         given, reason = self.given, {"reason": "max_output_tokens"} if status == "incomplete" else None
         asked = {name: getattr(given, name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")}
@@ -107,7 +106,7 @@ class Reply(Chat):
             "usage": self._used() if output else None,
         }
 
-    def _used(self) -> dict[str, Any]:
+    def _used(self) -> dict[str, object]:
         """Return what was used, by the newer names."""
         used = self.usage()
         return {

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from uuid import uuid4
 
 from specinfer.common.chat import BEGINNING, ChatOptions, rendered
@@ -19,6 +19,10 @@ from specinfer.errors import SamplingError
 from specinfer.grammar.asked import Grammar, schema_text
 from specinfer.serve.protocol import ApiError, Tool
 
+if TYPE_CHECKING:
+    from specinfer.decoder import SpeculativeDecoder
+
+Delta: TypeAlias = dict[str, Any]  # a part of a message: "content", "reasoning_content" or one of "tool_calls"
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field
 NAMED = {"content": "content", **dict.fromkeys(REASONING, REASONING[0])}  # parts by the fields of templates
 NAME, ARGUMENTS = "sample_function", {"sample_argument": "sample value"}  # of calls that templates write
@@ -28,7 +32,7 @@ CALL = re.compile(f"{NAME}(.*?){re.escape(CALLED['arguments'])}", re.DOTALL)  # 
 NAMES = "[A-Za-z0-9_.:/-]+"  # of functions: every template writes them as they are
 AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as `json.dumps` does
 MOST = 16  # calls in one text: without an end, small models repeat them to the context's
-NO_ARGUMENTS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
+NO_ARGUMENTS: dict[str, object] = {"properties": {}, "additionalProperties": False}
 
 
 class Deltas:
@@ -48,14 +52,14 @@ class Deltas:
         self.parser, self.several, self.calls = parser, several, 0
         self._call = ""  # text of one that has not ended
 
-    def of(self, text: str, ended: bool) -> list[dict[str, Any]]:
-        """Return the parts that more text brings: "content", "reasoning_content" or one of "tool_calls" each."""
+    def of(self, text: str, ended: bool) -> list[Delta]:
+        """Return the parts that more text brings."""
         if self.parser is None:
             return [{"content": text}] if text else []
         parts = self._parsed(lambda parser: parser.feed(text), text)
         return parts + (self._parsed(lambda parser: parser.finalize()[1]) if ended and self.parser else [])
 
-    def _parsed(self, parse: Callable[[Any], list[dict[str, Any]]], text: str = "") -> list[dict[str, Any]]:
+    def _parsed(self, parse: Callable[[Any], list[dict[str, Any]]], text: str = "") -> list[Delta]:
         """Return the parts that the parser finds; of what it refuses, the text."""
         content = self._call + text
         try:
@@ -64,7 +68,7 @@ class Deltas:
             self.parser = None
             return [{"content": content}] if content else []
 
-    def _delta(self, event: dict[str, Any]) -> dict[str, Any]:
+    def _delta(self, event: dict[str, Any]) -> Delta:
         """Return the part that an event of the parser brings, or nothing."""
         name, kind = event["field"], event["type"]
         if kind == "region_chunk" and name == "tool_calls":
@@ -84,7 +88,7 @@ class Deltas:
         return {}
 
 
-def response_template(decoder: Any) -> dict[str, Any] | None:
+def response_template(decoder: "SpeculativeDecoder") -> dict[str, object] | None:
     """Return how a target writes tool calls and reasoning: its tokenizer says so, or transformers knows the family."""
     if not hasattr(decoder.tokenizer, "get_response_parser"):
         return None
@@ -92,7 +96,7 @@ def response_template(decoder: Any) -> dict[str, Any] | None:
         from transformers.cli.serving.utils import get_response_template
     except ImportError:
         return getattr(decoder.tokenizer, "response_template", None)
-    found: dict[str, Any] | None = get_response_template(decoder.tokenizer, decoder.target.model)
+    found: dict[str, object] | None = get_response_template(decoder.tokenizer, decoder.target.model)
     return found
 
 
@@ -122,8 +126,8 @@ class Forced:
         chat: how messages become the prompt.
     """
 
-    decoder: Any
-    template: Any
+    decoder: "SpeculativeDecoder"
+    template: dict[str, object] | None
     chat: ChatOptions
 
     def grammar(self, tools: Sequence[Tool], several: bool) -> str:
@@ -165,7 +169,7 @@ class Forced:
         pieces = re.split(CALL, text)
         return pieces if is_read and len(pieces) == 2 * calls + 1 else []
 
-    def _written(self, messages: Sequence[Any], begin: bool) -> str:
+    def _written(self, messages: Sequence[object], begin: bool) -> str:
         """Return messages as the chat template writes them."""
         more = ChatOptions(add_generation_prompt=begin, continue_final_message=False)
         text: str = rendered(messages, self.decoder.tokenizer, {**self.chat, **more}, tokenize=False)
@@ -187,7 +191,7 @@ class Forced:
         """
         function, guidance = tool.function, self.decoder.guidance
         if not re.fullmatch(NAMES, function.name):
-            raise ApiError(400, f"tools: {function.name!r:.60} is no name of a function, which is {NAMES}", "tools")
+            raise ApiError(400, f"tools: {function.name!r:.60} is not a function's name, {NAMES}", "tools")
         given = NO_ARGUMENTS if function.parameters is None else function.parameters
         style = {**AS_WRITTEN, "lenient": not function.strict}
         try:

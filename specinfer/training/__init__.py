@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, is_dispatched
 from specinfer.attention.packed.modules import is_packed
 from specinfer.common.files import locked, write_json
-from specinfer.common.progress import Progress
+from specinfer.common.progress import Figures, Progress
 from specinfer.drafts.head import HeadDraft, check_fingerprint
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.training import train
@@ -84,7 +83,7 @@ def distill(
     documents: Sequence[TrainingPrompt] = (),
     name: str | None = None,
     progress: Progress = lambda *_: None,
-) -> dict[str, Any]:
+) -> Figures:
     """Make drafts for a target, in ``out/1``, ``out/2``, ...; what an earlier call finished is not made again.
 
     Args:
@@ -151,7 +150,7 @@ def _train(
     job: TrainingJob,
     data: str,
     progress: Progress,
-) -> dict[str, object]:
+) -> Figures:
     """Train one draft unless that was done; return its folder and figures."""
     process = processes(model.device)
     train_draft = train.train_head if job.arch == "head" else train.train_causal_lm

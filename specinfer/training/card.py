@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
 from specinfer.common.files import write_whole
+from specinfer.common.progress import Figures
 from specinfer.training.job import TrainingJob
 from specinfer.training.recorded_text import TextSettings, TrainingPrompt
 
@@ -50,7 +50,7 @@ def describe_data(
     return text
 
 
-def write_card(job: TrainingJob, data: str, figures: dict[str, Any]) -> None:
+def write_card(job: TrainingJob, data: str, figures: Figures) -> None:
     """Write ``README.md`` and, where matplotlib is installed, ``loss.png`` into the draft's folder.
 
     Args:
@@ -88,7 +88,7 @@ def write_card(job: TrainingJob, data: str, figures: dict[str, Any]) -> None:
     write_whole(job.folder / "README.md", text)
 
 
-def write_plot(path: Path, history: Sequence[dict[str, Any]]) -> bool:
+def write_plot(path: Path, history: Sequence[Figures]) -> bool:
     """Plot loss and held-out hit rates of the first draft step against steps; return whether there is matplotlib."""
     try:
         from matplotlib.figure import Figure

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -93,7 +93,7 @@ class Texts:
             shuffle.shuffle(batches)
         return batches
 
-    def load(self, texts: Sequence[TrainingText], device: Any = "cpu") -> Batch:
+    def load(self, texts: Sequence[TrainingText], device: str | torch.device = "cpu") -> Batch:
         """Read and pad one batch."""
         ids = [self._ids(text) for text in texts]
         states = [self.files[t.shard].get_slice("states")[t.start : t.start + t.length] for t in texts]

@@ -8,16 +8,21 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from specinfer.common.files import lock_settings, read_json, storing, sync, weights_digest, write_json
+from specinfer.common.progress import Figures
 from specinfer.common.values import installed
 from specinfer.errors import InputError, one_line
+
+if TYPE_CHECKING:
+    from accelerate import PartialState
 
 TIMEOUT = timedelta(days=7)  # of processes that wait for the one that writes the text
 
@@ -71,11 +76,11 @@ class TrainingJob:
         empty = not (checkpoint.exists() or (self.folder / "figures.json").exists())
         lock_settings(self.folder / "settings.json", settings, advice, empty)
 
-    def used_settings(self) -> dict[str, Any]:
+    def used_settings(self) -> dict[str, object]:
         """Return the settings that say something."""
         return {name: value for name, value in asdict(self.settings).items() if value is not None}
 
-    def figures(self) -> dict[str, Any] | None:
+    def figures(self) -> Figures | None:
         """Return the figures of a finished training, or None.
 
         Raises:
@@ -103,7 +108,7 @@ class Checkpoint:
         """Whether a training was begun: a kill during the replacement may leave the fresh folder alone."""
         return self.folder.exists() or self.fresh.exists()
 
-    def save(self, model: nn.Module, optimizers: Sequence[Any], step: int, history: list[Any]) -> None:
+    def save(self, model: nn.Module, optimizers: Sequence[Optimizer], step: int, history: list[Figures]) -> None:
         """Write a fresh folder, then rename it.
 
         Raises:
@@ -123,7 +128,7 @@ class Checkpoint:
             shutil.rmtree(self.folder, ignore_errors=True)
             self.fresh.rename(self.folder)
 
-    def load(self, model: nn.Module, optimizers: Sequence[Any]) -> tuple[int, list[Any]]:
+    def load(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, list[Figures]]:
         """Return the steps done and the history, (0, []) where nothing was saved.
 
         Raises:
@@ -153,7 +158,7 @@ class Checkpoint:
             raise InputError(f"{self.folder} is damaged ({one_line(error, 120)}): {advice}") from error
 
 
-def processes(device: torch.device) -> Any:
+def processes(device: torch.device) -> "PartialState":
     """Return the processes that train together: this one, and those that a launcher started with it.
 
     Returns:

@@ -103,7 +103,7 @@ class HeadLoss(DistillationLoss):
 class CausalLMLoss(DistillationLoss):
     """A causal language model's loss: one draft step."""
 
-    def __init__(self, model: Any, target: Any, settings: TrainingSettings) -> None:
+    def __init__(self, model: PreTrainedModel, target: PreTrainedModel, settings: TrainingSettings) -> None:
         super().__init__(target, settings)
         self.model, self.model_logits = model, TargetLogits(model)
 

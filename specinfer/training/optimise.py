@@ -9,12 +9,12 @@ AdamW.
 from collections.abc import Sequence
 from math import cos, isfinite, pi
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from specinfer.common.progress import Progress
+from specinfer.common.progress import Figures, Progress
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.engine.gumbel import TRAINING, key
 from specinfer.errors import NumericalError
@@ -24,13 +24,16 @@ from specinfer.training.job import Checkpoint, TrainingJob, TrainingSettings
 from specinfer.training.losses import DistillationLoss, boost_weights
 from specinfer.training.muon import Muon
 
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
 REST_SHARE = 1 / 3  # AdamW's share of the learning rate
 RATED = 10  # steps whose time says how many fit into the given minutes
 
 
 def optimise(
     loss: DistillationLoss, texts: Texts, earlier: Sequence[HeadNetwork], job: TrainingJob, progress: Progress
-) -> dict[str, Any]:
+) -> Figures:
     """Run the training loop from the newest checkpoint to the end.
 
     Args:
@@ -93,7 +96,9 @@ class _Plan:
     The latter follows from the time of the first `RATED` steps, and stays: the learning rate is to end with the steps.
     """
 
-    def __init__(self, texts: Texts, settings: TrainingSettings, accelerator: Any, history: Sequence[Any]) -> None:
+    def __init__(
+        self, texts: Texts, settings: TrainingSettings, accelerator: "Accelerator", history: Sequence[Figures]
+    ) -> None:
         self.accelerator, self.minutes = accelerator, settings.minutes
         train, held_out = (
             len(texts.batches(part, settings.tokens_per_batch, None)) for part in (texts.train, texts.held_out)
@@ -132,7 +137,7 @@ def _optimizers(module: nn.Module) -> list[torch.optim.Optimizer]:
     ]
 
 
-def _set_rates(optimizers: Sequence[Any], rate: float) -> None:
+def _set_rates(optimizers: Sequence[torch.optim.Optimizer], rate: float) -> None:
     """Give every group of weights its share of the learning rate."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -148,13 +153,13 @@ def _schedule(step: int, steps: int, warmup: float) -> float:
 
 
 def _step(
-    accelerator: Any,
+    accelerator: "Accelerator",
     module: nn.Module,
-    optimizers: Sequence[Any],
+    optimizers: Sequence[torch.optim.Optimizer],
     batch: Batch,
     earlier: Sequence[HeadNetwork],
     settings: TrainingSettings,
-) -> dict[str, Any]:
+) -> Figures:
     """Make one step; return its loss, and how often the first proposal of the first draft step was right."""
     with accelerator.autocast():
         loss, hits = module(*batch, boost_weights(earlier, batch, settings.boost))

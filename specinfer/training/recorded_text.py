@@ -33,6 +33,7 @@ from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.head import target_fingerprint
 from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import TRAINING, key
+from specinfer.engine.options import Options
 from specinfer.engine.sampling import whole_distribution
 from specinfer.engine.sequence import Stopping
 from specinfer.errors import InputError
@@ -199,8 +200,8 @@ class TextFolder:
     """The text of one target, in a folder: a shard for each batch."""
 
     folder: Path
-    model: Any
-    tokenizer: Any
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
     aux_layers: Sequence[int]
     settings: TextSettings
     batches: list[TextBatch]
@@ -262,9 +263,8 @@ def _make_shard(decoder: SpeculativeDecoder, recorder: "Recorder", batch: TextBa
     """
     given = batch[0].seed is None
     prompts, seeds = [job.ids for job in batch], [job.seed or 0 for job in batch]
-    options = whole_distribution(batch[0].temperature)
-    ends: dict[str, Any] = {"max_new_tokens": 1} if given else {"max_new_tokens": new_tokens, "stopping": StopOneLater}
-    run = Run(decoder.prepare(prompts, seed=seeds, **ends, **options))
+    options = whole_distribution(batch[0].temperature, 1 if given else new_tokens) | Options(seed=seeds)
+    run = Run(decoder.prepare(prompts, stopping=Stopping if given else StopOneLater, **options))
     run.finish()
     ids, states = [row.ids[:-1] for row in run.rows], [torch.cat(row) for row in recorder.rows]
     columns = {

@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.common.files import storing, sync
-from specinfer.common.progress import Progress
+from specinfer.common.progress import Figures, Progress
 from specinfer.drafts.head import HeadDraft, target_fingerprint
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.engine.gumbel import TRAINING, key
@@ -36,8 +37,12 @@ LAYER_NUMBER = re.compile(r"(\.(?:layers|h|blocks)\.)(\d+)")  # in the names of 
 
 
 def train_head(
-    target: Any, tokenizer: Any, shards: Sequence[Path], job: TrainingJob, progress: Progress
-) -> dict[str, Any]:
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    shards: Sequence[Path],
+    job: TrainingJob,
+    progress: Progress,
+) -> Figures:
     """Train one EAGLE-style head, or go on with its training; write it to the job's folder; return its figures.
 
     Args:
@@ -53,7 +58,7 @@ def train_head(
     settings = job.settings
     torch.manual_seed(key(settings.seed, TRAINING))
     texts = Texts(shards, settings.held_out, settings.seed)
-    counts = texts.counts(target.get_input_embeddings().weight.shape[0])
+    counts = texts.counts(target.get_input_embeddings().get_parameter("weight").shape[0])
     if job.start:
         head = HeadDraft.load(job.start).head
     else:
@@ -74,7 +79,7 @@ def train_head(
 
 
 def new_head(
-    target: Any, aux_layers: Sequence[int], layers: int, token_ids: Tensor, earlier: Sequence[Path] = ()
+    target: PreTrainedModel, aux_layers: Sequence[int], layers: int, token_ids: Tensor, earlier: Sequence[Path] = ()
 ) -> HeadNetwork:
     """Return a head with layers of the target's size.
 
@@ -98,7 +103,7 @@ def new_head(
     return head
 
 
-def _layer_sizes(target: Any) -> dict[str, int]:
+def _layer_sizes(target: PreTrainedModel) -> dict[str, int]:
     """Return the sizes of a target's layers, as transformers names them."""
     config = target.config.get_text_config(decoder=True)
     size, heads = config.hidden_size, config.num_attention_heads
@@ -150,8 +155,12 @@ def fit_inverse_temperature(loss: HeadLoss, texts: Texts) -> float:
 
 
 def train_causal_lm(
-    target: Any, tokenizer: Any, shards: Sequence[Path], job: TrainingJob, progress: Progress
-) -> dict[str, Any]:
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    shards: Sequence[Path],
+    job: TrainingJob,
+    progress: Progress,
+) -> Figures:
     """Train a small causal language model, the target's first and last layers, and write it as transformers does.
 
     Its embedding and output matrices are the target's and are not trained.  Arguments and errors as for `train_head`.
@@ -169,14 +178,15 @@ def train_causal_lm(
     return figures
 
 
-def _outer_layers(target: Any, layers: int) -> Any:
+def _outer_layers(target: PreTrainedModel, layers: int) -> Any:
     """Return a copy of the target, in float32, with its first ``layers // 2`` layers and its last ones."""
     config = deepcopy(target.config)
     kept = [*range(layers // 2), *range(config.num_hidden_layers - layers + layers // 2, config.num_hidden_layers)]
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[i] for i in kept]
-    model = type(target)(config).to(target.device)
+    model: Any = type(target)(config)
+    model.to(target.device)
     weights = target.state_dict()
     names = {name: LAYER_NUMBER.sub(lambda m: f"{m[1]}{kept[int(m[2])]}", name, count=1) for name in model.state_dict()}
     model.load_state_dict({name: weights[source] for name, source in names.items()})

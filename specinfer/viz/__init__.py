@@ -17,7 +17,7 @@ Nothing below imports it: things show themselves through `specinfer.common.displ
 """
 
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TextIO
 
 from specinfer.common.files import write_whole
 from specinfer.common.token_text import Tokenizer
@@ -62,7 +62,9 @@ def data(thing: object, path: "str | PathLike[str] | None" = None, tokenizer: To
     return _written(to_json(_described(thing, tokenizer).to_dict()), path)
 
 
-def text(thing: Any, stream: Any = None, tokenizer: Tokenizer | None = None, step: int | None = None) -> str:
+def text(
+    thing: object, stream: TextIO | None = None, tokenizer: Tokenizer | None = None, step: int | None = None
+) -> str:
     """Return a tree as lines of text: token, probability, who drafted it, what became of it.
 
     Args:
@@ -75,7 +77,7 @@ def text(thing: Any, stream: Any = None, tokenizer: Tokenizer | None = None, ste
     return text_for(stream, describe(thing, tokenizer), step)
 
 
-def _described(thing: Any, tokenizer: Tokenizer | None) -> Description | PairDescription:
+def _described(thing: object, tokenizer: Tokenizer | None) -> Description | PairDescription:
     return describe_pair(thing, tokenizer) if isinstance(thing, SideBySide) else describe(thing, tokenizer)
 
 

@@ -85,7 +85,7 @@ class DrawnStep:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the step in columns."""
-        data: dict[str, Any] = {
+        data: dict[str, object] = {
             "tokens": self.tree.tokens.tolist(),
             "parents": self.tree.parents.tolist(),
             "q": [_short(node.probability) for node in self.drawing.nodes[: len(self.tree)]],
@@ -120,7 +120,7 @@ class Description:
         result: what the steps belong to, if that is known.
     """
 
-    thing: Any
+    thing: object
     drafts: list[str]
     steps: list[DrawnStep]
     tokenizer: Tokenizer | None
@@ -172,7 +172,7 @@ class Description:
         signs = [[mark or "┄", words] for state, (mark, words) in STATES.items() if state in states]
         return [*([self.shapes[draft], self.drafts[draft]] for draft in drafts), *signs]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return all that the page draws, ready for JSON."""
         steps = [step.to_dict() for step in self.steps]
         tops = [token for step in steps for top in step.get("top", ()) for token, *_ in top]

@@ -6,9 +6,12 @@ Knows: runs, IPython's display.  Does not know: how steps are decoded, pages.
 import sys
 from html import escape
 from time import monotonic
-from typing import Any
+from typing import Any, Unpack
 
+from specinfer.decoder import SpeculativeDecoder
+from specinfer.engine.options import Options
 from specinfer.errors import InputError, SpecinferError
+from specinfer.prompts import Prompt
 from specinfer.results import Result, Step
 from specinfer.viz.description import describe
 from specinfer.viz.svg import svg_of
@@ -16,7 +19,7 @@ from specinfer.viz.svg import svg_of
 PAUSE = 0.1  # seconds between two pictures at least, so that drawing does not slow decoding down
 
 
-def watch(decoder: Any, prompt: Any = None, **options: Any) -> Result:
+def watch(decoder: SpeculativeDecoder, prompt: Prompt = None, **options: Unpack[Options]) -> Result:
     """Generate for one prompt in a notebook; the text and the newest tree appear as they come.
 
     Interrupting the cell ends the text there; what was decoded is returned.
@@ -31,7 +34,7 @@ def watch(decoder: Any, prompt: Any = None, **options: Any) -> Result:
     """
     if not in_notebook():
         advice = "iterate over decoder.stream(prompt), or draw a result with to_html"
-        raise InputError(f"a live view needs a notebook with IPython, and this is none: {advice}")
+        raise InputError(f"a live view needs a notebook with IPython, and this is not one: {advice}")
     from IPython.display import HTML, display
 
     run = decoder.open(prompt, **options)

@@ -5,12 +5,16 @@ Knows: two results and how each is described.  Does not know: how they are paint
 
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specinfer.common.display import Displayed
 from specinfer.common.token_text import Tokenizer
 from specinfer.errors import InputError
 from specinfer.viz.description import Description, describe
+
+if TYPE_CHECKING:
+    from specinfer.evaluation.inspect.inspection import Inspection
+    from specinfer.results import Result
 
 NAMES = ("tree", "sequence")
 
@@ -28,8 +32,8 @@ class SideBySide(Displayed):
         InputError: one is no result, or the prompts differ.
     """
 
-    first: Any
-    second: Any
+    first: "Result | Inspection"
+    second: "Result | Inspection"
     names: tuple[str, str] = NAMES
 
     def __post_init__(self) -> None:
@@ -65,7 +69,7 @@ class PairDescription:
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
         return [] if same == min(len(first), len(second)) else [f"The texts part after {same} tokens."]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return what the page draws, ready for JSON: the names, a description a side, and notes."""
         return {"names": list(self.names), "sides": [side.to_dict() for side in self.sides], "notes": self.notes}
 

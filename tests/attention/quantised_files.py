@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,16 @@ import torch
 from conftest import byte_tokenizer
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 264,
@@ -28,6 +37,8 @@ SIZES: dict[str, Any] = {
 CLASSES: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
 }
 Made = dict[str, Tensor]  # tensors of a layer, by the last part of their names
 Format = Callable[[int, int, torch.Generator], tuple[Made, Tensor]]  # from N, K to tensors and numbers (N, K)
@@ -156,19 +167,20 @@ def checkpoint(
     torch.manual_seed(0)
     made = model(config(**{**SIZES, "initializer_range": 0.2, **options})).eval()
     generator = torch.Generator().manual_seed(0)
-    tensors = {name: weight.detach().half() for name, weight in made.named_parameters()}
+    tensors: dict[str, Tensor | None] = {name: weight.detach().half() for name, weight in made.named_parameters()}
     for name, weight in made.named_parameters():
         if name.endswith("bias"):
             tensors[name] = torch.randn(weight.shape, generator=generator).half()
-    for path, module in made.named_modules():
-        if isinstance(module, nn.Linear) and not re.search(dense, path):
-            stored, weight = form(*module.weight.shape, generator)
-            del tensors[f"{path}.weight"]
-            tensors |= {f"{path}.{leaf}": each for leaf, each in stored.items()}
-            module.weight.copy_(weight)
+    for path, weight in matrices(made):
+        if not re.search(dense, path):
+            stored, numbers_of = form(*weight.shape, generator)
+            tensors |= {f"{path}.weight": None} | {f"{path}.{leaf}": each for leaf, each in stored.items()}
+            weight.copy_(numbers_of)
     for name, weight in made.named_parameters():
-        if name in tensors and tensors[name].dtype == torch.float16:
-            weight.copy_(tensors[name])
+        if weight.dim() == 3:
+            del tensors[name]  # of all experts
+        elif (given := tensors[name]) is not None and given.dtype == torch.float16:
+            weight.copy_(given)
     tensors |= more or {}
     write(folder, {name: each for name, each in tensors.items() if each is not None}, parts)
     made.config.save_pretrained(folder)
@@ -176,6 +188,17 @@ def checkpoint(
     (folder / "config.json").write_text(json.dumps({**values, "quantization_config": dict(settings)}))
     byte_tokenizer().save_pretrained(folder)
     return made
+
+
+def matrices(model: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the matrices of linear layers by the names of their modules, those of experts one by one."""
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            yield path, module.weight
+        elif hasattr(module, "is_concatenated"):
+            for expert, (both, down) in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
+                for name, weight in zip(("gate_proj", "up_proj", "down_proj"), (*both.chunk(2), down), strict=True):
+                    yield f"{path}.{expert}.{name}", weight
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], parts: int = 1) -> None:

@@ -137,11 +137,14 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("drafts", DRAFTS.values(), ids=DRAFTS)
-@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1.0, "seed": [3, 4, 5, 6]}], ids=str)
-def test_ids_are_those_in_memory(pair, drafts, options):
+GREEDY, SAMPLED = {"temperature": 0}, {"temperature": 1.0, "seed": [3, 4, 5, 6]}
+MET = [*zip(PLACES, DRAFTS, [GREEDY] * 4, strict=True), *zip(PLACES, reversed(DRAFTS), [SAMPLED] * 4, strict=True)]
+
+
+@pytest.mark.parametrize(("pair", "draft", "options"), MET, indirect=["pair"], ids=str)
+def test_ids_are_those_in_memory(pair, draft, options):
     in_memory, offloaded = pair
-    drafts = drafts(in_memory)
+    drafts = DRAFTS[draft](in_memory)
     before = state_of(offloaded)
     decoders = [SpeculativeDecoder(m, None, drafts, BestFirst(12, 4), compile=False) for m in pair]
     here, there = ([r.token_ids for r in d.generate(PROMPTS, max_new_tokens=12, **options)] for d in decoders)

@@ -114,7 +114,7 @@ LIES = {
         "tensor 'a' ends at byte .*, and the file",
     ),
     "a tensor that is too large": (gguf({}, {"a": Made(0, (2**40, 2**40), bytes(4))}), "tensor 'a' ends at byte"),
-    "a crooked offset": (gguf({}, {"a": FLOATS._replace(offset=1)}), "begins at 1, which is no multiple of 32"),
+    "a crooked offset": (gguf({}, {"a": FLOATS._replace(offset=1)}), "begins at 1, which is not a multiple of 32"),
     "a crooked alignment": (gguf({"general.alignment": 48}), "general.alignment is 48, and should be a power of two"),
     "an alignment that is no number": (gguf({"general.alignment": "32"}), "general.alignment is '32'"),
     "one of two parts": (gguf({"split.count": 2}), r"one of 2 parts; give the first, .* in -00001-of-00002\.gguf"),

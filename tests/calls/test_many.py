@@ -190,7 +190,7 @@ def test_what_is_wrong_with_all_prompts_is_said_at_once(target):
         with pytest.raises(error):
             made.generate_many(MANY, **options)
     for prompts in ("text", {"prompt": [1]}, 7):
-        with pytest.raises(InputError, match="not many"):
+        with pytest.raises(InputError, match="not several prompts"):
             made.generate_many(prompts)
 
 
@@ -295,7 +295,7 @@ def grown(random, width):
     return [random.randrange(node + 1) for node in range(width - 1)]
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_schedules_keep_the_cache(target, seed):
     """Rows join, grow, retire; every row's logits are those of a plain pass over its tokens."""
     random, model = Random(seed), TreeModel(target)

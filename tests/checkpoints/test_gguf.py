@@ -22,7 +22,7 @@ from transformers import (
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from specinfer import SpeculativeDecoder, loading
+from specinfer import SpeculativeDecoder, cli, loading
 from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
 from specinfer.checkpoints.gguf import load_gguf
 from specinfer.errors import ModelError
@@ -58,6 +58,10 @@ NAMES = {  # transformers' parts of a name, and ggml's
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.gate": "ffn_gate_inp",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -110,8 +114,13 @@ def tensors(model: Any, form: str = "Q8_0") -> dict[str, Made]:
     state = model.state_dict()
     if model.config.tie_word_embeddings:
         del state["lm_head.weight"]
+    for name in [name for name in state if "experts" in name]:  # of all experts, gates apart
+        weight, names = state.pop(name), ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+        path = name.rpartition(".")[0]
+        state |= {f"{path}.{own}.weight": part for own, part in zip(names, weight.chunk(len(names), 1), strict=True)}
     for name, weight in state.items():
-        made, numbers = stored(ordered(model, name, weight), "F32" if weight.dim() == 1 else form)
+        is_dense = weight.dim() == 1 or "mlp.gate." in name
+        made, numbers = stored(ordered(model, name, weight), "F32" if is_dense else form)
         weight.copy_(restored(model, name, numbers))
         short = name
         for theirs, ours in NAMES.items():
@@ -300,8 +309,8 @@ def without(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
             metadata(**{"llama.attention.head_count_kv": [2, 2]}),
             r"head_count_kv is \[2, 2\], and should be of type int",
         ),
-        (metadata(**{"llama.attention.value_length": 8}), "value_length is 8, and 16 alone"),
-        (metadata(**{"llama.rope.dimension_count": 8}), "dimension_count is 8, and 16 alone"),
+        (metadata(**{"llama.attention.value_length": 8}), "value_length is 8, and must be 16"),
+        (metadata(**{"llama.rope.dimension_count": 8}), "dimension_count is 8, and must be 16"),
         (metadata(**{"llama.rope.scaling.type": "longrope"}), "rotary scaling is 'longrope'; none, linear and yarn"),
         (metadata(**{"llama.attention.scale": 0.5}), "metadata has llama.attention.scale, which is not read"),
         (metadata(**{"llama.expert_count": 8}), "metadata has llama.expert_count, which is not read"),
@@ -314,10 +323,10 @@ def without(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
         ),
         (without(metadata(), "tokenizer.ggml.pre"), "split in the way of 'nothing'"),
         (metadata(**{"tokenizer.ggml.tokens": [1]}), r"tokens is \[1\], and should be an array of type str"),
-        (metadata(**{"tokenizer.ggml.token_type": [1]}), "it has 263 tokens and 1 types of them"),
+        (metadata(**{"tokenizer.ggml.token_type": [1]}), "it has 263 tokens and 1 token types"),
         (metadata(**{"tokenizer.ggml.eos_token_id": 263}), "eos_token_id is 263, and there are 263 tokens"),
         (metadata(**{"tokenizer.ggml.remove_extra_whitespaces": True}), "remove_extra_whitespaces is true"),
-        (metadata(**{"tokenizer.ggml.merges": ["t h e"]}), "'t h e' among its merges is no pair"),
+        (metadata(**{"tokenizer.ggml.merges": ["t h e"]}), "'t h e' among its merges is not a pair"),
         (metadata(**{"tokenizer.ggml.merges": ["no tokens"]}), "tokens and merges contradict each other .*`no`"),
     ],
 )
@@ -343,7 +352,7 @@ def test_a_damaged_tensor_is_named(tmp_path: Path) -> None:
     weights = tensors(reference())
     name = "blk.1.ffn_up.weight"
     damaged = weights[name]._replace(data=b"\xff\xff" + weights[name].data[2:])
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: a scale of Q8_0 is no number"):
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: a scale of Q8_0 is not a number"):
         load_gguf(written(tmp_path, None, weights | {name: damaged}))
 
 
@@ -412,6 +421,54 @@ def test_a_file_that_does_not_fit_into_memory_is_refused(tmp_path: Path, monkeyp
     monkeypatch.setattr("specinfer.checkpoints.gguf.pack", None)
     with pytest.raises(ModelError, match=r"its weights need 0\.0 GB of memory, and 0\.0 GB are free: end other"):
         load_gguf(written(tmp_path))
+
+
+def changed(name: str) -> bytes:
+    """A file that is right but for one thing."""
+    keys, weights = metadata(), tensors(reference())
+    if name == "no tokenizer":
+        keys = {key: value for key, value in keys.items() if not key.startswith("tokenizer")}
+    if name == "a format of number 99":
+        weights["blk.1.ffn_up.weight"] = weights["blk.1.ffn_up.weight"]._replace(kind=99)
+    if name == "a format that is not read":
+        weights["blk.1.ffn_up.weight"] = Made(19, (96, 256), bytes(96 * 50))
+    if name == "another size":
+        weights["blk.1.ffn_up.weight"] = stored(torch.zeros(96, 32), "Q8_0")[0]
+    if name == "more than memory":
+        weights["blk.1.ffn_up.weight"] = Made(0, (2**20, 2**20), b"")
+    whole = gguf(keys, weights)
+    return {"cut in its header": whole[:2000], "cut in its tensors": whole[:-1]}.get(name, whole)
+
+
+CHANGED = {
+    "cut in its header": "it should hold 263 texts in 'tokenizer.ggml.tokens', and has no room for them; the file",
+    "cut in its tensors": "and the file at",
+    "no tokenizer": "lacks tokenizer.ggml.",
+    "a format of number 99": "has format number 99, which is not read; take a file with",
+    "a format that is not read": "has format IQ1_S, which is not read; take a file with",
+    "another size": "has shape (96, 32), and should have (96, 64)",
+    "more than memory": "'blk.1.ffn_up.weight' ends at byte",
+    "": "its weights need 0.0 GB of memory, and 0.0 GB are free: end other programs",
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_the_command_line_refuses_files_in_one_line(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is packed."""
+    (tmp_path / "m.gguf").write_bytes(changed(name))
+    monkeypatch.setattr("specinfer.checkpoints.gguf.pack", None)
+    if not name:
+        monkeypatch.setattr("specinfer.checkpoints.filling.free_bytes", lambda: 1000.0)
+    arguments = ["generate", "aa", "--target", str(tmp_path / "m.gguf"), "--draft", "ngram"]
+    monkeypatch.setattr("sys.argv", ["specinfer", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    told = "".join(capsys.readouterr())
+    assert ended.value.code == 2
+    assert CHANGED[name] in told
+    assert told.count("\n") == 1
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:

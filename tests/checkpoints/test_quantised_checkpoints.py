@@ -272,13 +272,13 @@ def test_files_that_end_early_are_refused(tmp_path: Path) -> None:
     checkpoint(tmp_path, AWQ, awq(), parts=2)
     path = tmp_path / "model-00002-of-00002.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
-    assert f"{path.name} is not read" in refusal(tmp_path)
+    assert f"{path.name} cannot be read" in refusal(tmp_path)
     path.unlink()
-    assert f"{path.name} is not read" in refusal(tmp_path)
+    assert f"{path.name} cannot be read" in refusal(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}')
     assert "names files of other folders" in refusal(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{")
-    assert "index.json is not read" in refusal(tmp_path)
+    assert "index.json cannot be read" in refusal(tmp_path)
 
 
 def test_values_that_no_matrix_has_are_named(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_values_that_no_matrix_has_are_named(tmp_path: Path) -> None:
     checkpoint(tmp_path, GPTQ, gptq(), more={f"{Q}.qzeros": torch.full((2, 16), -1).int()})
     assert f"{Q}: a zero point is stored as 15" in refusal(tmp_path)
     checkpoint(tmp_path, GPTQ, gptq(), more={f"{Q}.scales": torch.full((2, 128), torch.nan).half()})
-    assert f"{Q}: a scale is no number" in refusal(tmp_path)
+    assert f"{Q}: a scale is not a number" in refusal(tmp_path)
 
 
 def test_orders_that_are_missing_are_refused(tmp_path: Path) -> None:
@@ -347,10 +347,42 @@ def test_the_command_line_reads_them_too(sound: Path, monkeypatch: pytest.Monkey
     changed(sound, AWQ)
     command = "generate", "aa", "--raw", "--max-new-tokens", "4"
     assert call(*command)[0] in (None, 0)
+    monkeypatch.setattr("specinfer.checkpoints.quantised.pack", None)
     changed(sound, AWQ | {"bits": 3})
     code, told = call(*command)
     assert code == 2
     assert "bits 3, and 4 are read" in told
+    assert told.count("\n") == 1
+
+
+LIES = {
+    "cut": ("model.safetensors", "model.safetensors is not read"),
+    "no tokenizer": ("tokenizer.json", "tokenizer"),
+    "no model": ("config.json", "config.json"),
+    "more than memory": ("", "its weights need 0.0 GB of memory, and 0.0 GB are free"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_the_command_line_refuses_folders_in_one_line(
+    tmp_path: Path, lie: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is packed."""
+    checkpoint(tmp_path, AWQ, awq())
+    name, message = LIES[lie]
+    if lie == "cut":
+        (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:-1])
+    elif name:
+        (tmp_path / name).unlink()
+    else:
+        monkeypatch.setattr("specinfer.checkpoints.filling.free_bytes", lambda: 1000.0)
+    monkeypatch.setattr("specinfer.checkpoints.quantised.pack", None)
+    monkeypatch.setattr("sys.argv", ["specinfer", "generate", "aa", "--target", str(tmp_path), "--draft", "ngram"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    told = "".join(capsys.readouterr())
+    assert ended.value.code == 2
+    assert message in told
     assert told.count("\n") == 1
 
 

@@ -75,8 +75,8 @@ def test_a_system_message_comes_first(chat, models):  # noqa: F811
     [
         ("/stats", "there is no answer yet"),
         ("/tree", "there is no answer yet"),
-        ("/stat", "/stat is no command: /help"),
-        ("/seed x", "/seed x is no seed"),
+        ("/stat", "/stat is not a command: /help"),
+        ("/seed x", "/seed x is not a seed"),
         ("x" * 300, "context of 256"),
         ("\udcff", "the tokenizer refuses this prompt"),
     ],
@@ -102,7 +102,7 @@ def test_somebody_who_types_goes_on_after_a_mistake(run, models, monkeypatch):  
     monkeypatch.setattr("io.StringIO", Terminal)
     code, out, err = run("chat", "--draft", "draft", *NEW)
     assert (code, out) == (0, answers(models, "hi")[0] + "\n")
-    assert "/stat is no command" in err
+    assert "/stat is not a command" in err
     assert "/help lists commands" in err
 
 

@@ -105,7 +105,7 @@ def test_log_probabilities_are_printed_or_saved(run, tmp_path):
     (tmp_path / "p.jsonl").write_text('{"prompt": "hi"}')
     for options, words in (
         ([PROMPT], "add --json"),
-        (["--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "out", "--json"], "of one prompt's result"),
+        (["--prompts", tmp_path / "p.jsonl", "--out", tmp_path / "out", "--json"], "need one prompt's result"),
     ):
         code, out, err = run("generate", *options, "--logprobs")
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -149,7 +149,7 @@ def test_the_confidence_gate_reaches_the_engine(run, models):
     assert record["stats"]["tree_sizes"]["plain_steps"] == record["stats"]["target_passes"] - 1
     code, out, err = run("generate", PROMPT, "--confidence-gate", "1.5", *NEW)
     assert (code, out) == (2, "")
-    assert "confidence_gate=1.5 is no probability" in err
+    assert "confidence_gate=1.5 is not a probability" in err
 
 
 def test_a_profile_is_written_then_used(run, tmp_path):
@@ -315,15 +315,15 @@ ERRORS = {
     "not a number": (["generate", "hi", "--nodes", "many"], "--nodes"),
     "unknown option": (["generate", "hi", "--beams", "2"], "--beams"),
     "unknown command": (["generat", "hi"], "generat"),
-    "no prompt": (["generate"], "give a prompt"),
-    "two sources": (["generate", "hi", "--prompts", "f", "--out", "x"], "one of the two"),
+    "no prompt": (["generate"], "give either a prompt"),
+    "two sources": (["generate", "hi", "--prompts", "f", "--out", "x"], "give either"),
     "nowhere to write": (["generate", "--prompts", "f"], "go together"),
     "nothing to read": (["generate", "hi", "--out", "x"], "go together"),
     "a tree of many": (["generate", "--prompts", "f", "--out", "x", "--show-tree"], "one prompt"),
     "many in processes": (["generate", "--prompts", "f", "--out", "x", "--tensor-parallel", "2"], "one process"),
     "no such file": (["generate", "--prompts", "nope.jsonl", "--out", "x"], "nope.jsonl"),
     "no such schema": (["generate", "hi", "--json-schema", "nope.json"], "--json-schema nope.json"),
-    "no schema": (["generate", "hi", "--json-schema", __file__], "holds no JSON"),
+    "no schema": (["generate", "hi", "--json-schema", __file__], "is not JSON"),
     "no grammar": (["generate", "hi", "--grammar", "nope.lark"], "--grammar nope.lark"),
     "two forms": (["generate", "hi", "--regex", "a", "--choice", "b"], "give one of them"),
     "nothing that learns": (["generate", "hi", "--draft", "draft", "--online"], "can learn (draft)"),
@@ -716,7 +716,7 @@ def test_generate_writes_a_memory_and_reads_it(run, models, tmp_path):
         passes.append(json.loads(out)["stats"]["target_passes"])
     assert passes[1] < passes[0]
     file.write_bytes(file.read_bytes()[:-9])
-    for path, draft, message in ((file, "suffix", "not whole"), (tmp_path / "new", "ngram", "suffix")):
+    for path, draft, message in ((file, "suffix", "incomplete"), (tmp_path / "new", "ngram", "suffix")):
         code, out, err = run("generate", PROMPT, "--draft", draft, "--memory", path)
         assert (code, out) == (2, "")
         assert message in err

@@ -362,7 +362,7 @@ def test_a_folder_of_something_else_is_not_overwritten(target, tmp_path):
 
 @pytest.mark.parametrize("share", [2, -0.1, 0, float("nan"), "yes", None])
 def test_a_bad_share_is_refused(target, share):
-    with pytest.raises(InputError, match="is no share of the time"):
+    with pytest.raises(InputError, match="is not a share of time"):
         SpeculativeDecoder(target, None, [draft_for(target)], online=share)
 
 

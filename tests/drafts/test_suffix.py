@@ -339,8 +339,8 @@ def test_bad_memories_are_refused_in_one_line(target, tmp_path):
     save_file({"ids": np.zeros(3)}, other)
     for size in (0, 7, 40, len(whole) - 4):
         cut.write_bytes(whole[:size])
-        refused(InputError, "not whole", lambda: Memory.load(cut))
-    refused(InputError, "no memory", lambda: Memory.load(other))
+        refused(InputError, "incomplete", lambda: Memory.load(cut))
+    refused(InputError, "not a memory", lambda: Memory.load(other))
     refused(InputError, "there is no memory", lambda: Memory.load(tmp_path / "missing"))
     more = byte_tokenizer()
     more.add_tokens(["more"])
@@ -348,7 +348,7 @@ def test_bad_memories_are_refused_in_one_line(target, tmp_path):
         refused(TokenizerMismatch, "tokens", lambda t=tokens: SpeculativeDecoder(target, t, ["suffix"], memory=path))
     refused(InputError, "suffix", lambda: SpeculativeDecoder(target, None, ["ngram"], memory=Memory()))
     refused(InputError, "suffix", lambda: SpeculativeDecoder(target, tree=None, memory=Memory()))
-    refused(InputError, "no memory", lambda: SpeculativeDecoder(target, None, ["suffix"], memory=True))
+    refused(InputError, "not a memory", lambda: SpeculativeDecoder(target, None, ["suffix"], memory=True))
     for size in (0, 1000, True, 1e9):
         refused(InputError, "max_bytes", lambda s=size: Memory(s))
 

@@ -52,7 +52,8 @@ def of_kind(kind, tmp_path, exact):
     return made(dflash.target.__wrapped__(), dflash.load(dflash.random_head(tmp_path / "head", kind, 0)[0]))
 
 
-KINDS = ["model", "head", "text", "mtp", *eagle.FORMATS, *dflash.KINDS]
+BLOCKS = ["z-lab", "dflash2", "dspark rnn", "domino"]  # block heads of each way to score a path
+KINDS = ["model", "head", "text", "mtp", *eagle.FORMATS, *BLOCKS]
 
 
 def drafted(result):

@@ -20,12 +20,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import specinfer.loading
 from specinfer import Chain, ModelDraft, SpeculativeDecoder, TokenTree, check_model, cli, compare
 from specinfer.common.records import RECORDS, SETTINGS
+from specinfer.engine.sampling import whole_distribution
 from specinfer.errors import InputError, ModelError, SpecinferError
 from specinfer.evaluation.compare import Comparison
 from specinfer.evaluation.compare.methods import METHODS, OURS, HitRates, OnePath, build_methods, count_hits
 from specinfer.evaluation.compare.prompts import read_prompt_file
 from specinfer.evaluation.compare.report import bootstrap, summarise
-from specinfer.evaluation.compare.runner import common_prefix, generation_options
+from specinfer.evaluation.compare.runner import common_prefix
 from specinfer.evaluation.paper_figures import SPECINFER_TABLE_1
 from specinfer.loading import Loaded
 from specinfer.tree import Draw, Forest, merge
@@ -46,7 +47,7 @@ def asked(models, monkeypatch):
     """Names that the loader was asked for."""
     names = []
 
-    def load(name=None, dtype="auto", device="auto"):
+    def load(name=None, dtype="auto", device="auto", **_):
         names.append(name)
         tokenizer = byte_tokenizer()
         if name == "other":
@@ -192,7 +193,7 @@ def test_one_draft_is_the_first_alone(models):
     """The second draft is not asked."""
     decoder = SpeculativeDecoder(models[None], None, ["ngram", ModelDraft(models["near"])])
     methods, skipped = build_methods(["one-draft", "tree"], decoder, nodes=6, depth=4)
-    found = {name: method([[5, 9, 17]], [0], generation_options(0, NEW)) for name, method in methods.items()}
+    found = {name: method([[5, 9, 17]], [0], whole_distribution(0, NEW)) for name, method in methods.items()}
     assert skipped == {}
     assert found["one-draft"][0]["draft_passes"] == 0
     assert found["tree"][0]["draft_passes"] > 0
@@ -304,7 +305,7 @@ def test_hit_rates_equal_a_fresh_pass_at_every_position(models, prompt):
     """The draft's ranking of the whole text, computed at once."""
     target, draft = models[None], models["near"]
     decoder = SpeculativeDecoder(target, None, [ModelDraft(draft), "ngram"])
-    found = HitRates(decoder).count(prompt, 0, generation_options(0, NEW))[0]
+    found = HitRates(decoder).count(prompt, 0, whole_distribution(0, NEW))[0]
     chosen = plain(target, prompt, NEW)
     with torch.inference_mode():
         logits = draft(torch.tensor([prompt + chosen])).logits[0, len(prompt) - 1 : -2]  # at all but the last
@@ -318,7 +319,7 @@ def test_the_target_itself_always_hits(temperature):
     """Greedy, and sampling, where a draft ranks by the target's noise (few tokens: it sees that of the likeliest)."""
     small = tiny_llama(0, vocab=40)
     decoder = SpeculativeDecoder(small, None, [ModelDraft(small)])
-    (found,) = HitRates(decoder).count([5, 9, 17], 3, generation_options(temperature, NEW))
+    (found,) = HitRates(decoder).count([5, 9, 17], 3, whole_distribution(temperature, NEW))
     assert found == {"draft": "draft", "positions": NEW - 1, "hits": [NEW - 1] * 5}
 
 
@@ -327,7 +328,7 @@ def test_an_end_of_sequence_token_is_a_position(models):
     decoder = SpeculativeDecoder(models[None], None, [ModelDraft(models[None])])
     eos = plain(models[None], PROMPTS[0], NEW)[5]
     end = plain(models[None], PROMPTS[0], NEW).index(eos) + 1
-    (found,) = HitRates(decoder).count(PROMPTS[0], 0, generation_options(0, NEW) | {"eos_token_id": eos})
+    (found,) = HitRates(decoder).count(PROMPTS[0], 0, whole_distribution(0, NEW) | {"eos_token_id": eos})
     assert found["hits"] == [end] * 5
 
 
@@ -577,7 +578,7 @@ def test_other_peoples_files_are_not_touched(run, tmp_path, name):
 def test_settings_under_which_nothing_was_measured_are_replaced(run, tmp_path, monkeypatch):
     """A mistake in the first command does not spoil its folder."""
 
-    def load(name, *_):
+    def load(name, *_, **__):
         raise ModelError(f"no {name}")
 
     with monkeypatch.context() as patched:
@@ -1018,7 +1019,7 @@ def test_rows_share_the_seconds_of_their_block_by_their_tokens(models):
     decoder = SpeculativeDecoder(models[None], None, [ModelDraft(models["near"])])
     methods, _ = build_methods(["tree"], decoder, nodes=6, depth=4, max_rows=3)
     eos = plain(models[None], PROMPTS[0], NEW)[3]
-    rows = methods["tree"](PROMPTS[:3], [0, 1, 2], generation_options(0, NEW) | {"eos_token_id": eos})
+    rows = methods["tree"](PROMPTS[:3], [0, 1, 2], whole_distribution(0, NEW) | {"eos_token_id": eos})
     assert len({row["tokens"] for row in rows}) > 1
     for stage in ("total", "prefill", "target", "draft", "bookkeeping"):
         speeds = [row["seconds"][stage] / row["tokens"] for row in rows]

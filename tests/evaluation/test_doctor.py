@@ -294,7 +294,7 @@ def test_every_rule_is_tried_alone():
 def run(target, monkeypatch, capsys):
     """Run the command on toy models; return exit code, standard output and standard error."""
 
-    def load(name=None, dtype="auto", device="auto"):
+    def load(name=None, dtype="auto", device="auto", **_):
         return Loaded(like(target) if name == "near" else target, byte_tokenizer(), str(name))
 
     monkeypatch.setattr(specinfer.loading, "load", load)
@@ -330,7 +330,7 @@ def test_the_command_prints_tables_json_and_a_picture(run, tmp_path):
         ([], "'bundled': no heads for this target"),
         (["--draft", "ngram", "--prompts", "nowhere.jsonl"], "cannot read"),
         (["--draft", "ngram", "--max-new-tokens", 1], "max_new_tokens=1"),
-        (["--draft", "ngram", "--plot", "x.txt"], "no picture that can be written"),
+        (["--draft", "ngram", "--plot", "x.txt"], "cannot be written as a picture"),
     ],
 )
 def test_bad_input_is_one_line(run, arguments, message):

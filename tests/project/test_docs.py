@@ -225,3 +225,23 @@ def test_each_example_for_authors_is_small():
     blocks = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
     assert len(blocks) == 3
     assert [block for block in blocks if sum(map(bool, block.splitlines())) > 40] == []
+
+
+def test_no_page_is_too_long_to_read():
+    """But the two references, which are made from the code."""
+    lengths = {page.name: page.read_text().count("\n") for page in PAGES if page.name not in ("api.md", "cli.md")}
+    assert {name: length for name, length in lengths.items() if length > 300} == {}
+
+
+def test_the_site_leads_to_every_page():
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:")[2]
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md")]
+    assert [page for page in pages if f": {page}\n" not in navigation] == []
+
+
+def test_the_versions_that_the_readme_names_are_those_that_are_allowed():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"(torch|transformers) (\d+)\.(\d+) to \d+\.(\d+)", (ROOT / "README.md").read_text())
+    ranges = {f"{name}>={major}.{first},<{major}.{int(last) + 1}" for name, major, first, last in named}
+    assert ranges == {need for need in project["dependencies"] if re.match(r"(torch|transformers)\b", need)}
+    assert f"Python {project['requires-python'].removeprefix('>=')} or newer" in (ROOT / "README.md").read_text()

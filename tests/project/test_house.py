@@ -1,11 +1,7 @@
 """The house: imports point one way, lazy ones included, and every folder says what lives there."""
 
 import ast
-import importlib
-import os
-import subprocess
-import sys
-from graphlib import TopologicalSorter
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -68,34 +64,61 @@ def imported(path):
     return {below(name) for name in names if name.split(".")[0] == "specinfer"} & set(MODULES)
 
 
+IMPORTED = {name: imported(path) for name, path in MODULES.items()}
+
+
 def layer(name):
     """Return the number of a module's layer."""
     return next(number for number, names in enumerate(LAYERS) if name.split(".")[0] in names)
 
 
-@pytest.mark.parametrize("name", MODULES)
-def test_imports_point_one_way(name):
-    for other in imported(MODULES[name]) - {name}:
-        packages = name.split(".")[0], other.split(".")[0]
-        assert layer(other) <= layer(name), f"{name} imports {other}"
-        assert packages not in APART, f"{name} imports {other}"
+def test_imports_point_one_way():
+    for name, others in IMPORTED.items():
+        for other in others - {name}:
+            packages = name.split(".")[0], other.split(".")[0]
+            assert layer(other) <= layer(name), f"{name} imports {other}"
+            assert packages not in APART, f"{name} imports {other}"
 
 
-def test_imports_have_no_cycles():
-    """A module and the packages that it is in do not count: a package's modules run while it does."""
-    graph = {
-        name: {other for other in imported(path) if not f"{name}.".startswith(f"{other}.")}
-        for name, path in MODULES.items()
-    }
-    tuple(TopologicalSorter(graph).static_order())  # raises CycleError
+def above(name):
+    """Return a module and the packages that it is in, whose `__init__.py` run before it."""
+    parts = name.split(".")
+    return {".".join(parts[:length]) for length in range(1, len(parts) + 1)}
+
+
+def in_order(graph):
+    """Return modules so that each stands behind those that it imports, the packages of these included.
+
+    Then every module can be the first of all that is imported.  A package's own modules run while it does.
+
+    Raises:
+        CycleError: there is no such order.
+    """
+    needed = {name: {each for other in others if other for each in above(other)} for name, others in graph.items()}
+    return [*TopologicalSorter({name: others - above(name) for name, others in needed.items()}).static_order()]
+
+
+def test_every_module_can_be_imported_first():
+    assert {*in_order(IMPORTED)} == {*IMPORTED}
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        {"left": {"right"}, "right": {"left"}},
+        {"one": {"two.part"}, "one.part": set(), "two": {"one.part"}, "two.part": set()},  # through its package
+    ],
+)
+def test_a_module_that_needs_another_one_first_is_noticed(graph):
+    with pytest.raises(CycleError):
+        in_order(graph)
 
 
 def test_folders_have_no_cycles():
     """Layers allow what is in one line to import each other; folders do not."""
     graph = {}
-    for name, path in MODULES.items():
-        folder = name.split(".")[0]
-        graph.setdefault(folder, set()).update(other.split(".")[0] for other in imported(path))
+    for name, others in IMPORTED.items():
+        graph.setdefault(name.split(".")[0], set()).update(other.split(".")[0] for other in others)
     tuple(TopologicalSorter({name: others - {name} for name, others in graph.items() if name}).static_order())
 
 
@@ -109,58 +132,6 @@ def test_every_folder_says_what_it_is():
     for name, path in MODULES.items():
         if path.name == "__init__.py":
             assert (ast.get_docstring(ast.parse(path.read_text())) or "").strip(), name
-
-
-IMPORTED_FIRST = """
-import gc, os, sys, traceback
-from contextlib import suppress
-first, names = (line.split() for line in sys.stdin)
-
-def try_each(names):
-    for name in names:
-        folder = name.rpartition(".")[0]
-        if name in sys.modules or folder and folder not in sys.modules:  # what its folder imports; what comes later
-            continue
-        child = os.fork()
-        if not child:
-            try:
-                __import__(name)
-                try_each([other for other in names if other.startswith(name + ".")])
-            except BaseException:
-                traceback.print_exc()
-                print(name, flush=True)
-            os._exit(0)
-        os.waitpid(child, 0)
-
-for name in first:  # which every child then has
-    with suppress(Exception):
-        __import__(name)
-gc.disable()  # a collection would copy every page that children share
-try_each(names)
-"""
-
-
-def alone(*names, first=(), **options):
-    """Return which modules fail when they are the first of their package that is imported, others than ours apart."""
-    command, given = [sys.executable, "-P", "-c", IMPORTED_FIRST], f"{' '.join(first)}\n{' '.join(names)}\n"
-    return subprocess.run(command, input=given, capture_output=True, text=True, check=True, **options).stdout.split()
-
-
-def test_every_module_imports_alone():
-    """In any order: in a process of its own each, in which none of ours is imported but its folders, as always."""
-    names = ["specinfer", *(f"specinfer.{name}" for name in MODULES if name not in ("", "__main__"))]
-    for name in names:
-        importlib.import_module(name)
-    others = [name for name in sys.modules if name.split(".")[0] not in ("specinfer", "__main__")]
-    assert alone(*names, first=others) == []
-
-
-def test_a_module_that_needs_another_one_first_is_noticed(tmp_path):
-    """Two modules that import each other's names work from one side only."""
-    (tmp_path / "left.py").write_text("import right\nNAME = 1\n")
-    (tmp_path / "right.py").write_text("from left import NAME\n")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    assert alone("left", "right", env=environment) == ["left"]
 
 
 def test_every_folder_of_modules_is_a_package():

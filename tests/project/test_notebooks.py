@@ -27,9 +27,9 @@ def outputs(source):
     return [output for cell in notebook(source)["cells"] for output in cell.get("outputs", ())]
 
 
-def test_there_are_five_and_each_has_its_text():
+def test_there_are_six_and_each_has_its_text():
     """No notebook without a text, no text without a notebook."""
-    assert len(SOURCES) == 5
+    assert len(SOURCES) == 6
     assert sorted(FOLDER.glob("*.ipynb")) == [source.with_suffix(".ipynb") for source in SOURCES]
 
 

@@ -79,21 +79,24 @@ def retired_words(texts):
     ]
 
 
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_identifiers_are_no_private_words(path):
+def by_file(paths, found_in):
+    """Return what is found in the texts of files, by path, of those where there is something."""
+    texts = {str(path): path.read_text(encoding="utf-8") for path in paths}
+    return {path: found for path, text in texts.items() if (found := found_in(text))}
+
+
+def test_identifiers_are_no_private_words():
     """Say what a thing is: `row_ids`, `columns`, `capacity_left`."""
-    assert private_names(path.read_text(encoding="utf-8")) == []
+    assert by_file(PROGRAMS, private_names) == {}
 
 
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: f"{path.parent.name}/{path.name}")
-def test_comments_and_strings_have_the_fields_words(path):
-    assert retired_words(prose(path.read_text(encoding="utf-8"))) == []
+def test_comments_and_strings_have_the_fields_words():
+    assert by_file(PROGRAMS, lambda source: retired_words(prose(source))) == {}
 
 
 @pytest.mark.skipif(not PAGES, reason="the documents are not beside the tests (an installed wheel)")
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_pages_have_the_fields_words(path):
-    assert retired_words([(1, path.read_text(encoding="utf-8"))]) == []
+def test_pages_have_the_fields_words():
+    assert by_file(PAGES, lambda text: retired_words([(1, text)])) == {}
 
 
 @pytest.mark.parametrize(

@@ -271,7 +271,7 @@ def test_nothing_runs_before_all_is_checked(calls: dict[str, Callable[..., Any]]
 # ---- the command line ----
 
 WORDS = ["", "wrong", "-1", "0", "1.5", "1e999", "nan", "1,,2", "=", "/dev/null/file", "\udcff", "a b", "9" * 30]
-EACH = 6  # words after an option
+EACH = 3  # words after an option
 MISSING = ["--prompts", "missing.jsonl"]
 COMMANDS = {  # arguments that are right, or name what is missing where a command would take long
     "generate": ["abc", "--raw", "--target", "tiny", "--draft", "ngram", "--max-new-tokens", "2"],

@@ -65,10 +65,10 @@ def test_text_after_padding_is_that_of_the_row_alone(decoder):
 BESIDE = {
     "hole": ({"attention_mask": [1, 0, 1]}, "hole"),
     "nothing kept": ({"attention_mask": [0, 0, 0]}, "row 0 is empty"),
-    "too short": ({"attention_mask": [1, 1]}, "attention_mask has not the shape"),
-    "too deep": ({"attention_mask": [[[1, 1, 1]]]}, "attention_mask has not the shape"),
+    "too short": ({"attention_mask": [1, 1]}, "attention_mask does not have the shape"),
+    "too deep": ({"attention_mask": [[[1, 1, 1]]]}, "attention_mask does not have the shape"),
     "additive": ({"attention_mask": [0.0, -1e9, 0.0]}, "other numbers than 0 and 1"),
-    "text": ({"attention_mask": "111"}, "attention_mask has not the shape"),
+    "text": ({"attention_mask": "111"}, "attention_mask does not have the shape"),
     "positions": ({"position_ids": [3, 4, 5]}, "position_ids"),
     "special tokens": ({"special_tokens_mask": [0, 0, 0]}, "special_tokens_mask"),
 }

@@ -363,7 +363,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"max_tokens": 10_000}, "messages", "exceed the context"),
     ({"stop": ["a"] * 5}, "stop", "length <= 4"),
     ({"stop": [""]}, "stop", "length >= 1"),
-    ({"logit_bias": {"x": 1}}, "logit_bias", "no token id"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
     ({"logit_bias": {"9999": 1}}, "logit_bias", "not in the target's vocabulary"),
     ({"top_logprobs": 21}, "top_logprobs", "<= 20"),
     ({"seed": 2**70}, "seed", "64 bits"),

@@ -137,7 +137,7 @@ def test_the_template_is_told_of_tools_and_of_earlier_calls(server: Live) -> Non
     ]
     assert length(messages=told) > length()
     call["function"] = {"name": "add", "arguments": "{"}
-    with pytest.raises(openai.BadRequestError, match="are no JSON"):
+    with pytest.raises(openai.BadRequestError, match="are not JSON"):
         length(messages=told)
 
 
@@ -252,7 +252,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"tool_choice": {"type": "custom", "custom": {"name": "f"}}}, "tool_choice", "Invalid enum value"),
     ({"tool_choice": "any"}, "tool_choice", "tool_choice"),
     ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools", "tools: "),
-    (with_function(name='a"b'), "tools", "no name of a function"),
+    (with_function(name='a"b'), "tools", "not a function's name"),
     (with_function(parameters={"type": "object", "properties": {"a": {"type": "what"}}}), "tools", "what"),
     (with_function(parameters={"default": "\0"}), "tools", "NUL"),
     (with_function(parameters=UNIQUE, strict=True), "tools", "uniqueItems"),

@@ -46,6 +46,7 @@ class Matrix(NamedTuple):
     scales: Tensor  # (N, K / group)
     zeros: Tensor | None  # (N, K / group) int16: the integers that stand for zero, where it is not the middle one
     order: Tensor | None  # (K) int64: the input that stands at each place, where not itself
+    values: tuple[int, ...] | None = None  # what integers of 4 bits stand for, where not for themselves
 
 
 class Layer(ABC):
@@ -85,9 +86,9 @@ def parts(matrix: Matrix, outputs: int) -> Iterator[Quantised]:
     Raises:
         ModelError: a scale is no number.
     """
-    scales, middle = matrix.scales.float(), 1 << (matrix.bits - 1)
+    scales, middle = matrix.scales.float(), 0 if matrix.values else 1 << (matrix.bits - 1)
     if not scales.isfinite().all():
-        raise ModelError("a scale is no number: the file is damaged, and so would texts be; get it again")
+        raise ModelError("a scale is not a number, so texts would be wrong: get the file again")
     offsets, span = None, min(matrix.group & -matrix.group, LONGEST)  # a power of two
     times = matrix.group // span
     if matrix.zeros is not None and (matrix.zeros != middle).any():
@@ -98,7 +99,9 @@ def parts(matrix: Matrix, outputs: int) -> Iterator[Quantised]:
     for begin in range(0, outputs, PART):
         rows = slice(begin, min(begin + PART, outputs))
         least = None if offsets is None else offsets[rows]
-        yield Quantised(matrix.integers(rows), matrix.bits, middle, None, span, scales[rows], None, None, least)
+        yield Quantised(
+            matrix.integers(rows), matrix.bits, middle, matrix.values, span, scales[rows], None, None, least
+        )
 
 
 def fields(words: Tensor, bits: int) -> Tensor:

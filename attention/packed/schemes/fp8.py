@@ -39,7 +39,7 @@ class ScaledLayer(Layer):
         rows, columns = self.block
         scales = found[self.name].float()
         if not scales.isfinite().all():
-            raise ModelError("a scale is no number: the file is damaged, and so would texts be; get it again")
+            raise ModelError("a scale is not a number, so texts would be wrong: get the file again")
         scales = scales.repeat_interleave(rows or outputs, 0)[:outputs]
         return found["weight"].float() * scales.repeat_interleave(columns or inputs, 1)[:, :inputs]
 

@@ -58,7 +58,7 @@ class Memory:
         """Read what `save` wrote.
 
         Raises:
-            InputError: there is no such file, or it is no memory, or not whole.
+            InputError: there is no such file, or it is not a memory, or is incomplete.
         """
         memory, name = cls(max_bytes), checked_path(path)
         try:
@@ -70,7 +70,7 @@ class Memory:
         except FileNotFoundError as error:
             raise InputError(f"there is no memory {name}: give a file that Memory.save wrote, or Memory()") from error
         except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise InputError(f"{name} is no memory, or not whole ({one_line(error, 160)}): {ADVICE}") from error
+            raise InputError(f"{name} is not a memory, or is incomplete ({one_line(error, 160)}): {ADVICE}") from error
         memory.learn([text[text != BREAK] for text in np.split(ids, np.flatnonzero(ids == BREAK))])
         return memory
 
@@ -129,5 +129,5 @@ def checked_memory(memory: object) -> Memory | None:
     if isinstance(memory, str | os.PathLike):
         return Memory.load(memory)
     if not isinstance(memory, Memory | None):
-        raise InputError(f"memory={memory!r:.60} is no memory: give Memory(), the path of one, or None")
+        raise InputError(f"memory={memory!r:.60} is not a memory: give Memory(), the path of one, or None")
     return memory

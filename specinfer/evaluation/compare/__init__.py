@@ -1,4 +1,4 @@
-"""Methods side by side on one machine, prompt by prompt, into a folder that a killed run continues.
+"""Methods side by side on one machine, prompt by prompt, into a folder from which the same run resumes.
 
     from pathlib import Path
     from specinfer import compare

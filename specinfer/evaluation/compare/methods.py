@@ -7,19 +7,23 @@ Does not know: prompt files, what the counts are used for.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from specinfer.adaptive.policy import Auto
+from specinfer.common.records import Record
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.drafts.language_model import ModelDraft
+from specinfer.engine.options import Options
 from specinfer.errors import InputError, SpecinferError, UnsupportedModel
 from specinfer.evaluation.probe import Probe, Question
 from specinfer.loading import Loaded, same_tokens
-from specinfer.results import Result
+from specinfer.results import Contribution, Result
 from specinfer.tree import BestFirst, Chain, Expansion, Forest, Policy, Source
 
 GATE = 0.5
@@ -27,9 +31,9 @@ LOOKUP_TOKENS = 10  # of transformers' prompt lookup
 TOP = 5  # hit rates are those of the 1, 2, ... TOP likeliest tokens
 
 # (ids of prompts, seeds, generation options) -> counts, seconds and the new ids of each
-Method = Callable[[list[list[int]], list[int], dict[str, Any]], list[dict[str, Any]]]
-Timed = tuple[list[dict[str, Any]], dict[str, float]]  # the same without seconds, and seconds by stage as far as known
-Decode = Callable[[list[list[int]], list[int], dict[str, Any]], Timed]
+Method: TypeAlias = Callable[[list[list[int]], list[int], Options], list[Record]]
+Timed: TypeAlias = tuple[list[Record], dict[str, float]]  # the same without seconds, and seconds by stage if known
+Decode: TypeAlias = Callable[[list[list[int]], list[int], Options], Timed]
 
 
 class OnePath(Chain):
@@ -142,7 +146,7 @@ def _timed(decode: Decode) -> Method:
     Rows that are decoded together share the seconds by their tokens: each has the tokens per second of all.
     """
 
-    def run(prompts: list[list[int]], seeds: list[int], options: dict[str, Any]) -> list[dict[str, Any]]:
+    def run(prompts: list[list[int]], seeds: list[int], options: Options) -> list[Record]:
         started = perf_counter()
         records, passes = decode(prompts, seeds, options)
         total = perf_counter() - started
@@ -159,25 +163,25 @@ def _timed(decode: Decode) -> Method:
 def _ours(decoder: SpeculativeDecoder) -> Decode:
     """Return how a decoder decodes a method's prompts."""
 
-    def decode(prompts: list[list[int]], seeds: list[int], options: dict[str, Any]) -> Timed:
+    def decode(prompts: list[list[int]], seeds: list[int], options: Options) -> Timed:
         asked = [{"prompt": ids, "seed": seed} for ids, seed in zip(prompts, seeds, strict=True)]
         found = {}
         for number, result, error in decoder.generate_many(asked, max_rows=len(asked), **options):
             if result is None:
                 raise error or InputError(f"prompt {number} has no result")
             found[number] = result
-        last = list(found.values())[-1].stats.to_dict()  # its clocks are those of the whole run
+        last = list(found.values())[-1].stats  # its clocks are those of the whole run
         tokens = sum(len(result.token_ids) for result in found.values())
-        records = [_counted(found[row], len(found[row].token_ids) / tokens, last["drafts"]) for row in sorted(found)]
-        return records, {stage: last["seconds"][stage] for stage in ("prefill", "target", "draft")}
+        records = [_counted(found[row], len(found[row].token_ids) / tokens, last.drafts) for row in sorted(found)]
+        return records, {stage: getattr(last.seconds, stage) for stage in ("prefill", "target", "draft")}
 
     return decode
 
 
-def _counted(result: Result, share: float, spent: Sequence[dict[str, Any]]) -> dict[str, object]:
+def _counted(result: Result, share: float, spent: Sequence[Contribution]) -> Record:
     """Return what is kept of a result, with its share of the seconds that a run spent on each draft."""
-    stats = result.stats.to_dict()
-    drafts = [{**draft, "seconds": share * of["seconds"]} for draft, of in zip(stats["drafts"], spent, strict=True)]
+    stats, pairs = result.stats.to_dict(), zip(result.stats.drafts, spent, strict=True)
+    drafts = [asdict(replace(draft, seconds=share * of.seconds)) for draft, of in pairs]
     kept = ("target_passes", "draft_passes", "tree_sizes", "notes")
     return {"ids": result.token_ids, "tokens": stats["new_tokens"], **{n: stats[n] for n in kept}, "drafts": drafts}
 
@@ -188,11 +192,11 @@ def _theirs(model: Any, **extra: Any) -> Decode:
     Its first pass reads the whole prompt and yields a token, so it counts as a target pass.  Our loop first reads the
     prompt without its last token, and does not count that pass.
     """
-    models = [model, *filter(None, [extra.get("assistant_model")])]
+    models = [each for each in (model, extra.get("assistant_model")) if isinstance(each, PreTrainedModel)]
 
-    def decode(prompts: list[list[int]], seeds: list[int], options: dict[str, Any]) -> Timed:
+    def decode(prompts: list[list[int]], seeds: list[int], options: Options) -> Timed:
         prompt = torch.tensor(prompts, device=model.device)  # one
-        passes: Counter[Any] = Counter()
+        passes = Counter[torch.nn.Module]()
         with ExitStack() as hooks:
             for each in models:
                 hooks.callback(each.register_forward_pre_hook(lambda module, _: passes.update([module])).remove)
@@ -218,9 +222,9 @@ class HitRates:
     def __init__(self, decoder: SpeculativeDecoder) -> None:
         probes = [Probe(draft, _FirstChoices()) for draft in decoder.drafts]
         self.decoder = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, probes, Expansion((TOP,)))
-        self.probes: list[Any] = self.decoder.drafts  # attached to the target
+        self.probes = [draft for draft in self.decoder.drafts if isinstance(draft, Probe)]  # attached to the target
 
-    def count(self, ids: list[int], seed: int, options: dict[str, Any]) -> list[dict[str, Any]]:
+    def count(self, ids: list[int], seed: int, options: Options) -> list[Record]:
         """Return, per draft, its name, the positions it was asked at, and at how many its k likeliest held the choice.
 
         The last position of a text that ends by its length does not count: nothing is drafted there.
@@ -228,14 +232,14 @@ class HitRates:
         questions = [_FirstChoices() for _ in self.probes]
         for probe, question in zip(self.probes, questions, strict=True):
             probe.question = question
-        chosen = self.decoder.generate(ids, seed=seed, **options).token_ids
+        chosen = self.decoder.generate(ids, **(options | Options(seed=seed))).token_ids
         return [
             {"draft": probe.name, **count_hits([answers.ranked.get(i, []) for i in range(answers.wanted)], chosen)}
             for probe, answers in zip(self.probes, questions, strict=True)
         ]
 
 
-def count_hits(ranked: Sequence[Sequence[int]], chosen: Sequence[int]) -> dict[str, Any]:
+def count_hits(ranked: Sequence[Sequence[int]], chosen: Sequence[int]) -> Record:
     """Return the positions, and at how many the target's choice is among the first k = 1 ... TOP ranked tokens."""
     pairs = list(zip(ranked, chosen, strict=False))
     return {"positions": len(pairs), "hits": [sum(token in row[:k] for row, token in pairs) for k in range(1, TOP + 1)]}

@@ -6,15 +6,14 @@ Intervals are percentile bootstraps over prompts (Efron 1979) from a fixed seed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 
+from specinfer.common.records import Record
 from specinfer.common.tables import Table, interval
 from specinfer.evaluation.paper_figures import ALL, SPECINFER_TABLE_1
 
-Record = dict[str, Any]
-Rows = Sequence[dict[str, Any]]  # one method's or one draft's part of each record
+Rows = Sequence[Record]  # one method's or one draft's part of each record
 
 BASELINES = ("autoregressive", "generate", "assisted", "prompt-lookup")  # whose tokens per second others are divided by
 STAGES = ("total", "prefill", "target", "draft", "bookkeeping")
@@ -23,7 +22,7 @@ RESAMPLES = 2000
 REFUSALS = 5  # prompts named under a table
 
 
-def summarise(settings: dict[str, object], records: Sequence[Record]) -> dict[str, Any]:
+def summarise(settings: dict[str, object], records: Sequence[Record]) -> Record:
     """Return what `Comparison.summary` describes."""
     bad = {(record["set"], record["place"]): record for record in records if "error" in record}
     refused = [{name: record[name] for name in ("set", "id", "error")} for record in bad.values()]
@@ -63,13 +62,13 @@ def _group(name: str, temperature: float, records: Sequence[Record]) -> dict[str
     return {**group, "specinfer_table_1": list(published)} if published else group
 
 
-def _method(name: str, methods: dict[str, Rows]) -> dict[str, Any]:
+def _method(name: str, methods: dict[str, Rows]) -> Record:
     rows, counts = methods[name], _counts(methods[name])
     speeds = {
         method: np.array([row["tokens"] / row["seconds"]["total"] for row in methods[method]]) for method in methods
     }
     ratios = {base: speeds[name] / speeds[base] for base in BASELINES if base in methods and base != name}
-    figures: dict[str, Any] = {
+    figures: Record = {
         "tokens_per_pass": bootstrap(counts, ratio_of_sums),
         "tokens_per_second": float(np.median(speeds[name])),
         "ratio": {base: bootstrap(ratio, lambda v: np.median(v, axis=-1)) for base, ratio in ratios.items()},
@@ -90,7 +89,7 @@ def _method(name: str, methods: dict[str, Rows]) -> dict[str, Any]:
     return figures | (_stages(rows) if "bookkeeping" in rows[0]["seconds"] else {})
 
 
-def _sum(rows: Rows, name: str) -> Any:
+def _sum(rows: Rows, name: str) -> float:
     return sum(row[name] for row in rows)
 
 
@@ -105,7 +104,7 @@ def ratio_of_sums(pairs: np.ndarray) -> np.ndarray:
     return sums[..., 0] / sums[..., 1]
 
 
-def _stages(rows: Rows) -> dict[str, Any]:
+def _stages(rows: Rows) -> Record:
     """Return the time of each stage, the trees' sizes, and what each draft contributed."""
     seconds = {stage: _sum([row["seconds"] for row in rows], stage) for stage in STAGES}
     trees, steps = [row["tree_sizes"] for row in rows], [row["target_passes"] for row in rows]
@@ -133,7 +132,7 @@ def _hit_rates(rows: Rows) -> dict[str, object]:
 # ---- prose and tables ----
 
 
-def parts(report: dict[str, Any]) -> Iterator[str | Table]:
+def parts(report: Record) -> Iterator[str | Table]:
     """Yield a report's prose and tables: those of each set, whether tree beats sequence, what was left out and why."""
     yield _head(report)
     for group in report["groups"]:
@@ -143,7 +142,7 @@ def parts(report: dict[str, Any]) -> Iterator[str | Table]:
     yield "\n".join(_foot(report))
 
 
-def _head(report: dict[str, Any]) -> str:
+def _head(report: Record) -> str:
     """Return the settings, and what the figures are."""
     settings = (
         "{target}, drafts: {drafts}, assistant: {assistant}, {dtype}, {max_new_tokens} new tokens, {nodes} nodes, "
@@ -156,7 +155,7 @@ def _head(report: dict[str, Any]) -> str:
     return f"{settings}\n{figures}\n"
 
 
-def _foot(report: dict[str, Any]) -> list[str]:
+def _foot(report: Record) -> list[str]:
     """Return the verdict, and what was left out and why."""
     lines = _verdict_lines([group for group in report["groups"] if "tree_to_sequence" in group])
     lines += [f"left out: {name}: {reason}" for name, reason in report["skipped"].items()]
@@ -170,7 +169,7 @@ def _title(group: dict[str, object]) -> str:
     return f"{'all sets' if group['set'] == ALL else group['set']}, T = {group['temperature']:g}"
 
 
-def _method_rows(methods: dict[str, Any]) -> list[list[str]]:
+def _method_rows(methods: Record) -> list[list[str]]:
     bases = [base for base in BASELINES if base in methods]
     shapes = {  # header -> field, format; a field that was not measured is left blank
         "worst x": ("worst_to_autoregressive", "{:.2f}"),
@@ -189,7 +188,7 @@ def _method_rows(methods: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _verdict_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
+def _verdict_lines(groups: Sequence[Record]) -> list[str]:
     """Say of each set whether tree beats sequence in tokens per target pass, and what both spent on drafting."""
     if not groups:
         return []
@@ -208,7 +207,7 @@ def _verdict_lines(groups: Sequence[dict[str, Any]]) -> list[str]:
     return [f"{head}with no more draft passes a step in {level}:", *lines, ""]
 
 
-def _stage_rows(methods: dict[str, Any]) -> list[list[str]]:
+def _stage_rows(methods: Record) -> list[list[str]]:
     names = ("total", "prefill", "verify", "draft", "bookkeeping", "its share", "nodes", "levels")
     rows = [["ms per token", *names, "tokens by draft (only by it)"]]
     for name, figures in methods.items():
@@ -220,7 +219,7 @@ def _stage_rows(methods: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
-def _hit_rows(group: dict[str, Any]) -> list[list[str]]:
+def _hit_rows(group: Record) -> list[list[str]]:
     rows = [[f"{row['draft']}, {row['positions']} positions", row["rates"]] for row in group.get("hits", ())]
     if rows and "specinfer_table_1" in group:
         how = ", by multi-step sampling" if group["temperature"] else ""

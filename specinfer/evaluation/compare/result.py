@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specinfer.common.display import draw
+from specinfer.common.records import Record
 from specinfer.common.tables import Table, Tabular
 from specinfer.common.values import installed
 from specinfer.errors import InputError, one_line
@@ -29,8 +30,8 @@ class Comparison(Tabular):
             from it, between the target's two likeliest tokens in a plain pass.
     """
 
-    settings: dict[str, Any]
-    records: list[dict[str, Any]] = field(repr=False)
+    settings: Record
+    records: list[Record] = field(repr=False)
 
     @classmethod
     def read(cls, folder: str | Path) -> "Comparison":
@@ -50,7 +51,7 @@ class Comparison(Tabular):
     def __repr__(self) -> str:
         return f"Comparison({len(self.records)} records)"
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> Record:
         """Return settings, the number of records, ``skipped``, ``refused`` and ``groups``, JSON-ready.
 
         ``skipped`` is method -> reason; ``refused`` are prompts that could not be used: set, id and error.
@@ -83,7 +84,7 @@ class Comparison(Tabular):
         """Yield the summary's prose and tables."""
         return parts(self._summary)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Return settings and records, JSON-ready: ``Comparison(**comparison.to_dict())`` is equal."""
         return {"settings": self.settings, "records": self.records}
 
@@ -112,11 +113,11 @@ class Comparison(Tabular):
         return draw("plot_compare", self, ax=ax)
 
     @cached_property
-    def _summary(self) -> dict[str, Any]:
+    def _summary(self) -> Record:
         return summarise(self.settings, self.records)
 
 
-def _columns(figures: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def _columns(figures: Record, prefix: str = "") -> Iterator[tuple[str, float]]:
     """Yield a method's figures by column; contributions of drafts are left out."""
     for name, value in figures.items():
         column = prefix + name

@@ -6,11 +6,13 @@ Knows: what is compared with what, and in which order.  Does not know: files, ho
 import logging
 from collections.abc import Iterator, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from specinfer import loading
+from specinfer.common.records import Record
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.sampling import whole_distribution
 from specinfer.errors import InputError, one_line
@@ -40,9 +42,10 @@ class Runner:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        options: dict[str, Any] = {"drafts": plan.drafts} if plan.drafts else {}
-        options |= {"tree": BestFirst(plan.nodes, plan.depth), "dtype": plan.dtype, "device": plan.device}
-        self.decoder = SpeculativeDecoder.from_pretrained(plan.target, **options)
+        tree = BestFirst(plan.nodes, plan.depth)
+        self.decoder = SpeculativeDecoder.from_pretrained(
+            plan.target, plan.drafts or "auto", tree, dtype=plan.dtype, device=plan.device
+        )
         self.hit_rates = HitRates(self.decoder) if plan.hits else None
         self.assistant = None
         if "assisted" in plan.methods and plan.assistant is not None:
@@ -50,7 +53,7 @@ class Runner:
         self.skipped: dict[str, str] = {}  # method -> why it cannot run
         self.methods: dict[float, dict[str, Method]] = {}  # by temperature: "auto" learns, and texts differ
 
-    def measure(self, jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    def measure(self, jobs: Sequence[Job]) -> list[Record]:
         """Return the records of jobs of one temperature: every method in turn, none always first.
 
         Before the first ones every method runs once, at every temperature, without being measured.
@@ -63,7 +66,7 @@ class Runner:
         measured = iter(self._measured(rows) if rows else ())
         return [next(measured) if isinstance(row, Prompted) else row for row in read]
 
-    def _measured(self, rows: Sequence[Prompted]) -> Iterator[dict[str, Any]]:
+    def _measured(self, rows: Sequence[Prompted]) -> Iterator[Record]:
         """Yield the records of prompts that can be used."""
         job = rows[0].job
         if not self.methods:
@@ -83,7 +86,7 @@ class Runner:
                 **({"hits": self._hits(row)} if self.hit_rates else {}),
             }
 
-    def _compare(self, row: Prompted, records: dict[str, dict[str, Any]], ids: dict[str, list[int]]) -> None:
+    def _compare(self, row: Prompted, records: dict[str, Record], ids: dict[str, list[int]]) -> None:
         """Note in each record how many ids autoregressive decoding shares, and the gap of the target's choice there."""
         if "autoregressive" not in ids:
             return
@@ -124,16 +127,16 @@ class Runner:
                 refusals[name] = f"transformers refuses: {one_line(error)}"
         return refusals
 
-    def _run(self, method: Method, rows: Sequence[Prompted], temperature: float) -> list[dict[str, Any]]:
-        options = generation_options(temperature, self.plan.max_new_tokens)
+    def _run(self, method: Method, rows: Sequence[Prompted], temperature: float) -> list[Record]:
+        options = whole_distribution(temperature, self.plan.max_new_tokens)
         return method([row.ids for row in rows], [row.job.seed for row in rows], options)
 
-    def _hits(self, row: Prompted) -> list[dict[str, Any]]:
+    def _hits(self, row: Prompted) -> list[Record]:
         assert self.hit_rates
-        options = generation_options(row.job.temperature, self.plan.max_new_tokens)
+        options = whole_distribution(row.job.temperature, self.plan.max_new_tokens)
         return self.hit_rates.count(row.ids, row.job.seed, options)
 
-    def _read(self, job: Job) -> Prompted | dict[str, Any]:
+    def _read(self, job: Job) -> Prompted | Record:
         """Return a prompt's ids, or the record of one that cannot be used."""
         try:
             ids = self.decoder.read(job.prompt).only
@@ -144,18 +147,13 @@ class Runner:
         return Prompted(job, ids)
 
 
-def generation_options(temperature: float, max_new_tokens: int) -> dict[str, Any]:
-    """Return options that mean the same distribution to every method."""
-    return {"max_new_tokens": max_new_tokens, **whole_distribution(temperature)}
-
-
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Return how many tokens two texts share from their start."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @torch.inference_mode()
-def top2_gap(model: Any, ids: Sequence[int]) -> float:
+def top2_gap(model: PreTrainedModel, ids: Sequence[int]) -> float:
     """Return the gap between the two largest logits after ``ids`` in a plain pass, in logits."""
     first, second = model(input_ids=torch.tensor([list(ids)], device=model.device)).logits[0, -1].float().topk(2).values
     return float(first - second)

@@ -106,7 +106,7 @@ class DraftReport(Tabular):
     drafts: list[DraftCheck]
     together: Gains | None
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a JSON-ready dict."""
         drafts = [asdict(check) | {"agreements": list(map(list, check.agreements))} for check in self.drafts]
         best = [check.gains.best and check.gains.best.tree for check in self.drafts]

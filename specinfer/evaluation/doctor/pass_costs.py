@@ -68,7 +68,7 @@ def _figures(decoder: SpeculativeDecoder, policy: Policy, prompt: Sequence[int],
     The parts are the target's pass, the work beside it and the proposal of the one draft.  The first step warms up and
     does not count.
     """
-    request = decoder.prepare(list(prompt), max_new_tokens=max_new_tokens, **whole_distribution(0))
+    request = decoder.prepare(list(prompt), **whole_distribution(0, max_new_tokens))
     run = Run([request], single=True, policy=policy)
     parts: list[tuple[int, float, float, float]] = []
     spent, left = 0.0, max_new_tokens

@@ -14,15 +14,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import isinf
-from typing import Any
+from typing import Unpack
 
 from specinfer.attention import Support, TreeModel, TreeSession, check_model, running
 from specinfer.common.display import Displayed, draw
+from specinfer.common.token_text import Tokenizer
+from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.loop import propose
+from specinfer.engine.options import Options
 from specinfer.engine.sessions import Openings, Sessions
 from specinfer.errors import InputError, TreeError, UnsupportedModel
 from specinfer.evaluation.inspect.rescoring import Difference, NodeInspection, Rescored, Rescorer, Test
-from specinfer.prompts import check_ids
+from specinfer.prompts import check_ids, tokenized
 from specinfer.results import Result, State, Step, drafted_by
 from specinfer.tree import Draw, Kind, Policy, TokenTree
 
@@ -30,7 +33,7 @@ AS_DECODED = "as decoded"
 CAPACITY = 64  # nodes that a step's cache can hold at first
 
 
-def inspect(decoder: Any, result: Result, **options: Any) -> "Inspection":
+def inspect(decoder: SpeculativeDecoder, result: Result, **options: Unpack[Options]) -> "Inspection":
     """Score every step of a finished result again with the decoder's target, one pass a step.
 
     Args:
@@ -147,7 +150,7 @@ class StepInspection(Displayed):
         return self._prefix.rescorer.draft_names
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> Tokenizer | None:
         """The result's."""
         return self._prefix.rescorer.result.tokenizer
 
@@ -307,12 +310,14 @@ class StepInspection(Displayed):
         return self._checked(node)
 
     def _ids(self, tokens: Sequence[int] | str) -> list[int]:
-        if isinstance(tokens, str) and self.tokenizer is None:
-            raise InputError("text needs a tokenizer, and this result has none: give token ids")
-        given = self.tokenizer(tokens, add_special_tokens=False)["input_ids"] if isinstance(tokens, str) else tokens
-        if not (ids := list(given)):
+        decoder = self._prefix.rescorer.decoder
+        if isinstance(tokens, str) and decoder.tokenizer is None:
+            raise InputError("text needs a tokenizer, and this decoder has none: give token ids")
+        if isinstance(tokens, str):
+            tokens = tokenized(tokens, decoder.tokenizer, add_special_tokens=False)
+        if not (ids := list(tokens)):
             raise InputError("a branch needs at least one token")
-        check_ids([ids], self._prefix.rescorer.decoder.target.vocab_size)
+        check_ids([ids], decoder.target.vocab_size)
         return ids
 
     def _with(self, tree: TokenTree, change: str) -> "StepInspection":

@@ -9,15 +9,16 @@ lead to the tokens that were emitted.  Where rounding decided otherwise, it says
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from specinfer.common.token_text import token_text
 from specinfer.engine.gumbel import uniform
+from specinfer.engine.options import Options
 from specinfer.engine.sequence import Row, RowView
 from specinfer.engine.verify import MultiStep
 from specinfer.errors import InputError
@@ -106,11 +107,11 @@ class Rescorer:
         SamplingError: an impossible option.
     """
 
-    def __init__(self, decoder: "SpeculativeDecoder", result: Result, options: Mapping[str, Any]) -> None:
+    def __init__(self, decoder: "SpeculativeDecoder", result: Result, options: Options) -> None:
         if not result.steps:
             raise InputError("this result has no steps to inspect: nothing was decoded")
         self.decoder, self.result = decoder, result
-        self.options = {name: value for name, value in options.items() if name != "seed"}  # the result has it
+        self.options = options | Options(seed=result.seed or 0)
         if not {"max_new_tokens", "max_length", "generation_config"} & self.options.keys():
             self.options["max_new_tokens"] = len(result.token_ids)
         for kind in {step.tree.kind for step in result.steps if step.tree.num_drafted}:
@@ -130,7 +131,7 @@ class Rescorer:
 
     def row(self, step: int) -> Row:
         """Return the row as it was before a step."""
-        row: Row = self.decoder.prepare(self.result.prompt_ids, seed=self.result.seed or 0, **self.options).row
+        row: Row = self.decoder.prepare(self.result.prompt_ids, **self.options).row
         row.ids += [token for earlier in self.result.steps[:step] for token in earlier.tokens]
         return row
 

@@ -14,10 +14,11 @@ that paper's (Theorem 3.8): E / (g c + 1), c = m / M.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from specinfer.common.records import Record
 from specinfer.common.tables import Table, Tabular
 from specinfer.errors import InputError
 from specinfer.evaluation.compare.result import Comparison
@@ -68,7 +69,7 @@ class CostModel(Tabular):
     def _columns(self) -> dict[str, np.ndarray]:
         return {name: getattr(self, name) for name in ("lengths", "tokens", "fitted", "accepted", "speed_up")}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a JSON-ready dict."""
         columns = {name: column.tolist() for name, column in self._columns.items()}
         return {"acceptance": self.acceptance, "costs": self.costs._asdict(), **columns}
@@ -141,7 +142,7 @@ def measured(comparison: Comparison, draft: str, temperature: float = 0.0) -> Co
             "compare with a draft that is a model"
         )
 
-    def per_step(figures: dict[str, Any], stage: str) -> float:
+    def per_step(figures: Record, stage: str) -> float:
         return float(figures["ms_per_token"][stage] * figures["tokens_per_pass"][0] / 1000)
 
     plain_token, chain_token = (m["ms_per_token"]["total"] - m["ms_per_token"]["prefill"] for m in (plain, chain))

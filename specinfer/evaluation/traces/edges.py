@@ -11,7 +11,6 @@ it: q corrected by what was accepted before in the trace, text after text (`Acce
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import exp, isnan
-from typing import Any
 
 import numpy as np
 
@@ -38,9 +37,9 @@ class EdgeCalibration(Tabular):
     temperature: float
     curves: dict[str, dict[str, CalibrationCurve]]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the expected calibration errors and numbers of edges, JSON-ready."""
-        made: dict[str, Any] = {"temperature": self.temperature}
+        made: dict[str, object] = {"temperature": self.temperature}
         for name, groups in self.curves.items():
             made[name] = {
                 g: {"edges": int(found.count.sum()), "error": found.error if found.count.any() else None}

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from specinfer.common.files import locked
 from specinfer.common.progress import Progress
+from specinfer.common.records import Record
 from specinfer.common.tables import Table, Tabular, interval
 from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
@@ -29,6 +29,7 @@ from specinfer.evaluation.paper_figures import ALL, SPECINFER_TABLE_1, SPECINFER
 from specinfer.evaluation.traces.recording import record
 from specinfer.evaluation.traces.replaying import ratio, replay
 from specinfer.evaluation.traces.trace import Trace, TraceText
+from specinfer.prompts import OnePrompt
 from specinfer.tree import BestFirst, Expansion, Policy, Sampled
 
 LENGTH, WIDTHS = 8, (1, 2, 3, 4, 5)
@@ -38,7 +39,6 @@ TITLES = {
     3: "Table 3: tokens per step, trees <1,1,5,1,1,1,1,1>, T = 1",
 }
 RULES = ("naive", "MSS", "without replacement", "coupled")  # columns of Table 3
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class PaperTables(Tabular):
             column [value, low, high]) and ``paper`` (per column a figure or None; None without such a row).
     """
 
-    settings: dict[str, Any]
-    rows: list[Row]
+    settings: Record
+    rows: list[Record]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Return everything, JSON-ready."""
         return {"settings": self.settings, "rows": self.rows}
 
@@ -84,7 +84,7 @@ class PaperTables(Tabular):
 
 def paper_tables(
     decoder: SpeculativeDecoder,
-    sets: Mapping[str, Sequence[Any]],
+    sets: Mapping[str, Sequence[OnePrompt]],
     *,
     max_new_tokens: int = 64,
     batch: int = 4,
@@ -109,13 +109,21 @@ def paper_tables(
     if ALL in sets:
         raise InputError(f"a set of prompts is called {ALL!r}, as all of them together are: rename it")
     first = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, decoder.drafts[:1], BestFirst(1, 1))
-    options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "nodes": 0, "depth": LENGTH, "draws": max(WIDTHS)}
 
     def recorded(name: str, temperature: float) -> Trace:
         stage = f"{name}/{'sampled' if temperature else 'greedy'}"
-        options["progress"] = lambda _, *done: progress(stage, *done)
-        folder = None if out is None else Path(out) / stage
-        return record(first, list(sets[name]), temperature=temperature, out=folder, batch=batch, **options)
+        return record(
+            first,
+            list(sets[name]),
+            temperature=temperature,
+            max_new_tokens=max_new_tokens,
+            nodes=0,
+            depth=LENGTH,
+            draws=max(WIDTHS),
+            batch=batch,
+            out=None if out is None else Path(out) / stage,
+            progress=lambda _, *done: progress(stage, *done),
+        )
 
     with locked(out):
         return tables({name: [recorded(name, temperature) for temperature in (0.0, 1.0)] for name in sets})
@@ -137,14 +145,14 @@ def tables(traces: Mapping[str, Sequence[Trace]]) -> PaperTables:
     return PaperTables(settings, [row for make in makers for name, (g, s) in sets.items() for row in make(name, g, s)])
 
 
-def _row(table: int, name: str, temperature: float, rule: str, ours: list[Any]) -> Row:
+def _row(table: int, name: str, temperature: float, rule: str, ours: list[list[float]]) -> Record:
     """Return a row of Table 1 or 2; the paper has figures of greedy decoding and of MSS."""
     published = (SPECINFER_TABLE_1 if table == 1 else SPECINFER_TABLE_2)[temperature].get(name)
     row = {"table": table, "set": name, "temperature": temperature, "rule": rule, "columns": list(WIDTHS)}
     return {**row, "ours": ours, "paper": list(published) if published and rule != "coupled" else None}
 
 
-def _table_1(name: str, greedy: Trace, sampled: Trace) -> list[Row]:
+def _table_1(name: str, greedy: Trace, sampled: Trace) -> list[Record]:
     """Every position of a text counts, except the last one where nothing is drafted there."""
 
     def shares(trace: Trace, accepted: Callable[[TraceText], np.ndarray]) -> list[list[float]]:
@@ -171,8 +179,8 @@ def _table_1(name: str, greedy: Trace, sampled: Trace) -> list[Row]:
     ]
 
 
-def _table_2(name: str, greedy: Trace, sampled: Trace) -> list[Row]:
-    def row(trace: Trace, rule: str, policy: Callable[[tuple[int, ...]], Policy]) -> Row:
+def _table_2(name: str, greedy: Trace, sampled: Trace) -> list[Record]:
+    def row(trace: Trace, rule: str, policy: Callable[[tuple[int, ...]], Policy]) -> Record:
         ours = [replay(trace, policy(expansion(k))).tokens_per_pass for k in WIDTHS]
         return _row(2, name, trace.settings["temperature"], rule, ours)
 
@@ -180,7 +188,7 @@ def _table_2(name: str, greedy: Trace, sampled: Trace) -> list[Row]:
     return [row(greedy, "greedy", Expansion), row(sampled, "MSS", drawn), row(sampled, "coupled", Expansion)]
 
 
-def _table_3(name: str, _: Trace, sampled: Trace) -> list[Row]:
+def _table_3(name: str, _: Trace, sampled: Trace) -> list[Record]:
     widths = expansion(max(WIDTHS))
     drawn = Sampled(widths, replacement=True)
     ways = ((drawn, ExactMatch()), (drawn, None), (Sampled(widths), None), (Expansion(widths), None))

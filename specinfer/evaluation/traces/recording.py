@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from specinfer.common.files import locked
 from specinfer.common.progress import Progress
 from specinfer.common.values import checked_count, checked_names, checked_temperature
 from specinfer.decoder import SpeculativeDecoder, row_seeds
+from specinfer.engine.options import Options
 from specinfer.engine.sampling import whole_distribution
 from specinfer.engine.sequence import RowView
 from specinfer.engine.verify import ExactMatch, TargetView, Verdict
@@ -75,8 +75,8 @@ def record(
         max_new_tokens: per prompt.
         temperature: 0 is greedy; others sample from the whole distribution (top_k 0, top_p 1).
         seed: of the first prompt; the next ones take the numbers after it.
-        nodes: best-first trees of at most so many nodes can be replayed; 0 records none.
-        depth: trees of at most so many levels can be replayed.
+        nodes: best-first trees of at most this many nodes can be replayed; 0 records none.
+        depth: trees of at most this many levels can be replayed.
         top: candidates kept per node along the text, and tokens kept per distribution.  No wider level can be replayed.
             None keeps complete distributions, and `TOP` candidates.
         draws: draws per node that multi-step sampling can be replayed with; sampling only.
@@ -205,7 +205,7 @@ def _record(
 ) -> list[TraceText]:
     """Record a batch of (prompt ids, seed)."""
     prompts, seeds = map(list, zip(*rows, strict=True))
-    options: dict[str, Any] = {"seed": seeds, "max_new_tokens": plan.max_new_tokens, **whole_distribution(temperature)}
+    options = whole_distribution(temperature, plan.max_new_tokens) | Options(seed=seeds)
     model, tokenizer = decoder.target.model, decoder.tokenizer
     writer = _Writer(len(rows))
     results = SpeculativeDecoder(model, tokenizer, (), None, verifier=writer).generate(prompts, **options)

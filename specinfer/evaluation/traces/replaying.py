@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import log
-from typing import Any
 
 import numpy as np
 
@@ -76,7 +75,7 @@ class Replay:
         """The acceptance length tau over all texts, and the bounds of its 95 % bootstrap interval over texts."""
         return ratio(self.tokens, self.steps)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return a JSON-ready dict."""
         return plain(asdict(self)) | {"drafts": list(self.drafts), "tokens_per_pass": self.tokens_per_pass}
 

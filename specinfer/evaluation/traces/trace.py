@@ -29,7 +29,7 @@ from safetensors import safe_open
 from safetensors.numpy import save
 
 from specinfer.common.files import locked, read_json, write_whole
-from specinfer.common.records import SETTINGS, Records
+from specinfer.common.records import SETTINGS, Record, Records
 from specinfer.common.values import checked_count
 from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
@@ -186,7 +186,7 @@ class StoredTexts(Sequence[TraceText]):
         self.folder, self.numbers = folder, numbers
         self.read = lru_cache(KEPT)(folder.read)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[type["StoredTexts"], tuple["TraceFolder", Sequence[int]]]:
         return StoredTexts, (self.folder, self.numbers)
 
     def __len__(self) -> int:
@@ -207,7 +207,7 @@ class Trace:
         refused: prompts that have no text, by number from 0, and why.
     """
 
-    settings: Mapping[str, Any]
+    settings: Record
     texts: Sequence[TraceText]
     refused: Mapping[int, str] = field(default_factory=dict)
 
@@ -312,7 +312,7 @@ class TraceFolder:
         self.settings = json.dumps(dict(settings), sort_keys=True).encode()
 
     @cached_property
-    def newest(self) -> dict[int, dict[str, Any]]:
+    def newest(self) -> dict[int, Record]:
         """The last record of each number.
 
         Raises:
@@ -320,7 +320,7 @@ class TraceFolder:
         """
         found = {record["number"]: record for record in self.records}
         if not all(isinstance(number, int) for number in found):
-            raise InputError(f"{self.records.path} is damaged: a number is none; record again into another folder")
+            raise InputError(f"{self.records.path} is damaged: a text has no number; record again into another folder")
         return found
 
     def path(self, number: int) -> Path:
@@ -362,7 +362,7 @@ class TraceFolder:
         """Note why a prompt has no text."""
         self._note({"number": number, "error": reason})
 
-    def _note(self, record: dict[str, Any]) -> None:
+    def _note(self, record: Record) -> None:
         self.records.append(record)
         self.newest[record["number"]] = record
 
@@ -388,7 +388,7 @@ def check_models(folder: Path, settings: Mapping[str, object], decoder: Speculat
             )
 
 
-def trace_settings(decoder: SpeculativeDecoder, sizes: Mapping[str, object], temperature: float) -> dict[str, Any]:
+def trace_settings(decoder: SpeculativeDecoder, sizes: Mapping[str, object], temperature: float) -> Record:
     """Return what all texts of a trace have in common."""
     target = decoder.target
     name = str(getattr(target.model.config, "_name_or_path", "")) or target.name

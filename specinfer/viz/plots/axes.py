@@ -16,6 +16,7 @@ from specinfer.viz.style import BY_DRAFT, LIGHT, ON_DARK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.ft2font import FT2Font
 
 PALE, GREY = LIGHT["pale"], LIGHT["soft"]
 BLUE, RED, GREEN = BY_DRAFT[:3]
@@ -141,7 +142,7 @@ def families() -> list[str]:
     return ["monospace", *part("font_manager").FontProperties().get_family(), "DejaVu Sans"]
 
 
-def _fonts() -> list[Any]:
+def _fonts() -> list[FT2Font]:
     """Return the fonts of tokens, as far as they are installed."""
     manager, fonts = part("font_manager"), []
     for family in families():

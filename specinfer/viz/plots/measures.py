@@ -20,6 +20,11 @@ from specinfer.viz.plots import axes as draw
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from specinfer.common.records import Record
+    from specinfer.evaluation.compare.result import Comparison
+    from specinfer.evaluation.doctor.draft_report import DraftReport, Gains
+    from specinfer.evaluation.traces.statistics import CalibrationCurve, HitTable
+
 
 def plot_acceptance(hits: Any, ax: Axes | None = None) -> Axes:
     """Draw how often drafted tokens are accepted, by depth and, of a `HitTable`, by rank among siblings.
@@ -43,7 +48,7 @@ def plot_acceptance(hits: Any, ax: Axes | None = None) -> Axes:
     return _acceptance_by_depth(counts, ax)
 
 
-def _acceptance_by_rank(hits: Any, ax: Axes | None) -> Axes:
+def _acceptance_by_rank(hits: HitTable, ax: Axes | None) -> Axes:
     depths, ranks = hits.counts.shape
     if not hits.counts.size:
         raise InputError(f"the hit table of {hits.draft} is empty: there is no acceptance to draw")
@@ -82,7 +87,7 @@ def _acceptance_by_depth(counts: np.ndarray, ax: Axes | None) -> Axes:
     return ax
 
 
-def plot_compare(comparison: Any, ax: Axes | None = None) -> Axes:
+def plot_compare(comparison: Comparison, ax: Axes | None = None) -> Axes:
     """Draw, per set and method, tokens per target pass, and below the ratio of tokens/s to autoregressive decoding.
 
     Both have 95 % intervals.  The upper Axes is returned; the lower one takes a part of its space.
@@ -126,7 +131,13 @@ def plot_compare(comparison: Any, ax: Axes | None = None) -> Axes:
 
 
 def _draw_method(
-    ax: Axes, lower: Axes, groups: Sequence[Any], method: str, shift: float, width: float, style: tuple[str, str, str]
+    ax: Axes,
+    lower: Axes,
+    groups: Sequence[Record],
+    method: str,
+    shift: float,
+    width: float,
+    style: tuple[str, str, str],
 ) -> list[object]:
     """Draw a method's bars and, where it was compared with autoregressive decoding, its ratios; return the handles."""
     colour, hatch, mark = style
@@ -143,12 +154,12 @@ def _draw_method(
     return [bars, *lower.plot(x, value, mark, **dots)]
 
 
-def _group_name(group: dict[str, Any], warm: bool) -> str:
+def _group_name(group: Record, warm: bool) -> str:
     lines = ["all sets" if group["set"] == ALL else draw.drawable(group["set"], 20), f"n = {group['prompts']}"]
     return "\n".join([*lines, f"T = {group['temperature']:g}"] if warm else lines)
 
 
-def plot_drafts(report: Any, ax: Axes | None = None) -> Axes:
+def plot_drafts(report: DraftReport, ax: Axes | None = None) -> Axes:
     """Draw, by size of the tree, the tokens per target pass to expect of each draft, and below the speed-up.
 
     Tokens per pass have 95 % intervals.  A faint line is the most that an ideal choice among a draft's candidates would
@@ -185,7 +196,7 @@ def plot_drafts(report: Any, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _draw_gains(ax: Axes, lower: Axes, label: str, gains: Any, number: int, shift: float) -> object:
+def _draw_gains(ax: Axes, lower: Axes, label: str, gains: Gains, number: int, shift: float) -> object:
     """Draw one draft's tokens per pass and speed-ups, chains and trees apart; return the handle."""
     colour, mark, style, _ = draw.DRAFTS[number % len(draw.DRAFTS)]
     value, low, high = np.array([size.tokens_per_pass for size in gains.sizes]).T
@@ -242,7 +253,7 @@ def plot_timeline(result: Result, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def plot_calibration(curve: Any, ax: Axes | None = None) -> Axes:
+def plot_calibration(curve: CalibrationCurve | Iterable[CalibrationCurve], ax: Axes | None = None) -> Axes:
     """Draw a reliability diagram: the drafts' probabilities against the share accepted, and below how many there were.
 
     A calibrated draft lies on the diagonal; ECE is the expected calibration error.  Bars are 95 % Wilson intervals.
@@ -274,7 +285,9 @@ def plot_calibration(curve: Any, ax: Axes | None = None) -> Axes:
     return ax
 
 
-def _draw_curve(ax: Axes, lower: Axes, curve: Any, number: int, shift: float, width: float) -> list[object]:
+def _draw_curve(
+    ax: Axes, lower: Axes, curve: CalibrationCurve, number: int, shift: float, width: float
+) -> list[object]:
     """Draw one draft's curve and counts; return the handles."""
     counted = curve.count > 0
     x, y, low, high = (getattr(curve, name)[counted] for name in ("probability", "accepted", "low", "high"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from specinfer.viz.text import stems
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
 
 CHARACTER, ROW = 0.069, 0.24  # inches, of a character and of a line of the tree
 GAP = 10  # characters between two levels of a tree: the edge, its probability, the drafts' marks
@@ -156,7 +157,7 @@ def _rows(nodes: Sequence[DrawnNode]) -> list[str]:
     return [f"{name}{' ' * (width - columns(name))}  {node.figure:>4}".rstrip() for name, node in pairs]
 
 
-def _draw_mask(ax: Axes, mask: np.ndarray, prefix: int) -> list[Any]:
+def _draw_mask(ax: Axes, mask: np.ndarray, prefix: int) -> list[Patch]:
     """Draw the cells; return the draw.legend's handles."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch, Rectangle
@@ -183,7 +184,7 @@ def _draw_mask(ax: Axes, mask: np.ndarray, prefix: int) -> list[Any]:
     return [*handles, Patch(label=f"the prefix of {prefix}", **prefixed)]
 
 
-def _described(thing: Any, tokenizer: Tokenizer | None, function: str) -> Description:
+def _described(thing: object, tokenizer: Tokenizer | None, function: str) -> Description:
     """Describe a step, an inspection of one, or whatever has a tree."""
     if not isinstance(thing, Step | StepInspection):
         thing = getattr(thing, "tree", thing)
