@@ -356,7 +356,7 @@ def test_the_command_line_reads_them_too(sound: Path, monkeypatch: pytest.Monkey
 
 
 LIES = {
-    "cut": ("model.safetensors", "model.safetensors is not read"),
+    "cut": ("model.safetensors", "model.safetensors cannot be read"),
     "no tokenizer": ("tokenizer.json", "tokenizer"),
     "no model": ("config.json", "config.json"),
     "more than memory": ("", "its weights need 0.0 GB of memory, and 0.0 GB are free"),
