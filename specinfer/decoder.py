@@ -206,15 +206,7 @@ class SpeculativeDecoder:
         if target is not None and not _is_name(target):
             raise ModelError(f"target={target!r:.60} is not a name: a loaded model goes to SpeculativeDecoder")
         loaded = loading.load(
-            target,
-            dtype,
-            device,
-            device_map=device_map,
-            max_memory=max_memory,
-            offload_folder=offload_folder,
-            tensor_parallel=tensor_parallel,
-            quantize=quantize,
-            **model_kwargs,
+            target, dtype, device, device_map, max_memory, offload_folder, tensor_parallel, quantize, **model_kwargs
         )
         ready = [
             load_draft(os.fspath(draft), dtype, device, quantize) if _is_name(draft) and draft not in WORDS else draft

@@ -40,7 +40,7 @@ def run(models, monkeypatch, capsys):
     """Run a command; return exit code, standard output and standard error."""
     asked = []
 
-    def load(name=None, dtype="auto", device="auto", **placement):
+    def load(name=None, dtype="auto", device="auto", *_, **__):
         asked.append((name, dtype, device))
         if name not in models:
             raise ModelError(f"cannot load {name}: no such folder")

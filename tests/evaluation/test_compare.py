@@ -47,7 +47,7 @@ def asked(models, monkeypatch):
     """Names that the loader was asked for."""
     names = []
 
-    def load(name=None, dtype="auto", device="auto", **_):
+    def load(name=None, dtype="auto", device="auto", *_, **__):
         names.append(name)
         tokenizer = byte_tokenizer()
         if name == "other":

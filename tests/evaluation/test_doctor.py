@@ -294,7 +294,7 @@ def test_every_rule_is_tried_alone():
 def run(target, monkeypatch, capsys):
     """Run the command on toy models; return exit code, standard output and standard error."""
 
-    def load(name=None, dtype="auto", device="auto", **_):
+    def load(name=None, dtype="auto", device="auto", *_, **__):
         return Loaded(like(target) if name == "near" else target, byte_tokenizer(), str(name))
 
     monkeypatch.setattr(specinfer.loading, "load", load)

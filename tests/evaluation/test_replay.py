@@ -724,7 +724,7 @@ def test_paper_tables_stand_beside_the_papers(tmp_path):
 def run(monkeypatch, capsys):
     """Run a command on toy models; return exit code, standard output and standard error."""
 
-    def load(name=None, dtype="auto", device="auto", **_):
+    def load(name=None, dtype="auto", device="auto", *_, **__):
         model = drafts_of("model")[0] if name == "near" else target_of("model")
         return Loaded(model, byte_tokenizer(), str(name))
 

@@ -378,7 +378,7 @@ def test_heads_are_trained_on_from_others(target, tokenizer, prompts, tmp_path, 
 def test_what_is_made_loads_as_a_draft(tokenizer, prompts, tmp_path, monkeypatch):
     """Real training of both architectures, in a few steps: the folders are drafts, and the text stays the target's."""
     target = tiny_llama(0).float()
-    monkeypatch.setattr(specinfer.loading, "load", lambda *_: Loaded(target, tokenizer, "tiny"))
+    monkeypatch.setattr(specinfer.loading, "load", lambda *_, **__: Loaded(target, tokenizer, "tiny"))
     wanted = plain(target, [5, 9, 17], NEW)
     for arch in ("head", "lm"):
         training = TrainingSettings(epochs=1.0, tokens_per_batch=128, vocabulary=64, held_out=0.2)
@@ -466,7 +466,7 @@ def test_the_card_says_what_was_done(prompts, documents, tmp_path, monkeypatch, 
 @pytest.fixture
 def run(target, monkeypatch, capsys, prompts):
     """Run ``specinfer distill`` on the tiny target; return exit code, standard output and standard error."""
-    monkeypatch.setattr(specinfer.loading, "load", lambda *_: Loaded(target, byte_tokenizer(), "tiny"))
+    monkeypatch.setattr(specinfer.loading, "load", lambda *_, **__: Loaded(target, byte_tokenizer(), "tiny"))
 
     def call(*arguments):
         monkeypatch.setattr("sys.argv", ["specinfer", "distill", "--new-tokens", str(NEW), *map(str, arguments)])
@@ -588,7 +588,7 @@ def test_the_command_has_exactly_these_options(run, monkeypatch):
 @pytest.mark.parametrize("broken", ["config.json", "model.safetensors", None])
 def test_a_bad_draft_folder_is_one_line(target, tokenizer, tmp_path, monkeypatch, broken):
     """A folder that says it is an EAGLE-style head and is not: a ModelError that names it."""
-    monkeypatch.setattr(specinfer.loading, "load", lambda *_: Loaded(target, tokenizer, "tiny"))
+    monkeypatch.setattr(specinfer.loading, "load", lambda *_, **__: Loaded(target, tokenizer, "tiny"))
     config = {"model_type": "specinfer_eagle_head", "head": {}, "fingerprint": {}, "name": "1"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes(b"no tensors")
