@@ -67,7 +67,6 @@ KINDS = {
     "TQ1_0": Kind(34, 256, 54),
     "TQ2_0": Kind(35, 256, 66),
     "MXFP4": Kind(39, 32, 17),
-    "NVFP4": Kind(40, 64, 36),
 }
 _IQ4 = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 FP4 = 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12  # twice the numbers of E2M1
@@ -204,14 +203,6 @@ def _iq4_xs(blocks: Tensor) -> Quantised:
     return Quantised(integers, 4, 0, _IQ4, 32, _half(blocks, 0), factor, None, None)
 
 
-def _nvfp4(blocks: Tensor) -> Quantised:
-    """Scales are E4M3 without a sign, halved as `FP4` is doubled: float16 numbers once their exponents are moved."""
-    octets = blocks[..., :4]
-    scale = ((octets & 127).short() << 7).view(torch.float16) * 2**7
-    integers = _split(blocks[..., 4:].unflatten(-1, (4, 8)), 4).flatten(-3)
-    return Quantised(integers, 4, 0, FP4, 16, scale.masked_fill(octets == 127, 0), None, None, None)
-
-
 def _tq1_0(blocks: Tensor) -> Quantised:
     """A byte is a fraction of 256 with five digits to base 3, or four: multiples of it bring each to the front."""
     powers = 3 ** torch.arange(5, dtype=torch.uint8)[:, None]
@@ -242,5 +233,4 @@ _READERS: dict[str, Callable[[Tensor], Quantised]] = {
     "TQ1_0": _tq1_0,
     "TQ2_0": _tq2_0,
     "MXFP4": _mxfp4,
-    "NVFP4": _nvfp4,
 }

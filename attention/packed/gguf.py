@@ -32,7 +32,7 @@ ALIGNMENT = 32  # of tensors, where a file does not say
 PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")  # the end of the name of a part, from 1
 # Formats that exist and are not read, and others that tensors may not have.
 _OTHERS = {9: "Q8_1", 15: "Q8_K", 16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 21: "IQ3_S", 22: "IQ2_S"}
-_OTHERS |= {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M"}
+_OTHERS |= {24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 40: "NVFP4"}
 _NAMES = {kind.id: name for name, kind in KINDS.items()}
 _NUMBERS = {number: Struct(f"<{form}") for number, form in enumerate("BbHhIif?")}
 _NUMBERS |= {10: Struct("<Q"), 11: Struct("<q"), 12: Struct("<d")}

@@ -63,6 +63,10 @@ def pack(parts: Iterable[Quantised], outputs: int, inputs: int, pages: LargePage
     for part in parts:
         if part.integers.shape[1] != inputs:
             raise ValueError(f"rows of {part.integers.shape[1]} inputs were given, and the matrix has {inputs}")
+        if part.group < GROUP and part.factor is None:
+            raise ValueError(
+                f"groups of {part.group} inputs were given, and those have factors: products take no others"
+            )
         found = _blocks(part)
         if code < 0:
             code, size = code_of(part), -(-found.shape[1] // LINE) * LINE

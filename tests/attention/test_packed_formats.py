@@ -15,7 +15,7 @@ from specinfer.errors import ModelError
 
 quants = pytest.importorskip("gguf.quants")
 constants = pytest.importorskip("gguf.constants")
-# where a block's float16 numbers are; MXFP4 and NVFP4 have bytes
+# where a block's float16 numbers are; MXFP4 has a byte
 HALVES = {
     **dict.fromkeys(["Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"], (0,)),
     **dict.fromkeys(["Q4_1", "Q5_1", "Q4_K", "Q5_K"], (0, 2)),
@@ -25,7 +25,6 @@ HALVES = {
     "TQ1_0": (52,),
     "TQ2_0": (64,),
     "MXFP4": (),
-    "NVFP4": (),
 }
 EXTREMES = torch.tensor([0.0, -0.0, 65504.0, -65504.0, 2**-24, -(2**-24), 2**-14, 1.0], dtype=torch.float16)
 
@@ -102,7 +101,7 @@ def test_an_exponent_that_is_no_number_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["IQ2_XS", "F16"])
 def test_other_formats_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(ModelError, match=f"format '{kind}' are not read: take a file with Q4_0, .*NVFP4"):
+    with pytest.raises(ModelError, match=f"format '{kind}' are not read: take a file with Q4_0, .*MXFP4"):
         quantised(kind, torch.zeros(1, 2, dtype=torch.uint8))
 
 

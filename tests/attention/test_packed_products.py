@@ -26,8 +26,6 @@ def plain_rows(kind: str, count: int = OUTPUTS) -> Tensor:
         rows[..., at : at + 2] = halves.half().view(torch.uint8)
     if kind == "MXFP4":
         rows[..., 0] = torch.randint(118, 124, rows.shape[:2], generator=generator)
-    if kind == "NVFP4":
-        rows[..., :4] = torch.randint(8, 40, (*rows.shape[:2], 4), generator=generator)
     return rows.flatten(1)
 
 
@@ -84,7 +82,7 @@ def test_what_is_packed_comes_back(kind: str) -> None:
 def test_a_packed_matrix_is_no_larger_than_its_rows_but_for_bytes_of_scales(kind: str) -> None:
     rows = plain_rows(kind, 1024)
     more = {"Q4_K": 0.125, "Q5_K": 0.125, "Q3_K": 0.125, "IQ4_XS": 0.0625, "MXFP4": 0.75, "Q2_K": 0.5}
-    more |= {"TQ1_0": 0.4375, "TQ2_0": 0.0625, "NVFP4": 0.5}
+    more |= {"TQ1_0": 0.4375, "TQ2_0": 0.0625}
     packed, weights = packed_of(kind, rows), rows.shape[0] * INPUTS
     assert 8 * packed.numel() / weights <= 8 * rows.numel() / weights + more.get(kind, 0) + 0.1  # heads, tables
 
@@ -207,6 +205,8 @@ def test_parts_that_do_not_fit_are_refused() -> None:
         pack([quantised("Q4_0", rows)], 128, INPUTS)
     with pytest.raises(ValueError, match="rows of 768 inputs were given, and the matrix has 512"):
         pack([quantised("Q4_0", rows)], OUTPUTS, 512)
+    with pytest.raises(ValueError, match="groups of 16 inputs were given, and those have factors"):
+        pack([quantised("Q4_0", rows)._replace(group=16)], OUTPUTS, INPUTS)
     parts: list[Quantised] = [quantised("Q4_0", rows[:64]), quantised("Q8_0", plain_rows("Q8_0")[64:])]
     with pytest.raises(ValueError, match="of several kinds"):
         pack(parts, OUTPUTS, INPUTS)
