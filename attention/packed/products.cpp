@@ -269,10 +269,10 @@ struct Reader {
     INLINE Floats minimum(int half) const {
         if (HOW == FACTORED) return super_minimum * floats(bytes_to_integers(bytes + half * BLOCK + to_minima));
         if (kind.scales == SINGLE) return super_minimum;
-        return halves_to_floats(bytes + 2 * (half * BLOCK + to_minima));
+        return halves_to_floats(bytes + 2 * to_minima);
     }
-    INLINE Floats scale(int half = 0) const {  // of a span, or of a group that has its own
-        return kind.scales == HALF ? halves_to_floats(bytes + 2 * (half * BLOCK + first)) : super;
+    INLINE Floats scale() const {  // of a span, or of a group that has its own
+        return kind.scales == HALF ? halves_to_floats(bytes + 2 * first) : super;
     }
     INLINE const uint8_t* integers() const { return bytes + to_integers; }
     INLINE void next() { bytes += size; }
@@ -324,7 +324,7 @@ void multiply(const Block& block, int first, const Panel& states, float* results
         const int8_t* bytes = states.bytes_of(group, 0);
         const int in = states.in_span(group);
         const bool ends = (group & last) == last;
-        if (HOW == SUMMED && kind.zero)
+        if (HOW != FACTORED && kind.zero)
             for (int r = 0; r < R; r++) zeros[r] += kind.zero * spans[r].sum(2, in);
 #pragma GCC unroll 2
         for (int u = 0; u < U; u++) {
@@ -347,15 +347,6 @@ void multiply(const Block& block, int first, const Panel& states, float* results
                         of_high[r] = of_low[r] = Integers{};
                     }
                 }
-                if constexpr (HOW == ALONE) {
-                    const Floats scale = reader.scale(half);
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; r++) {
-                        if (kind.zero) of_low[r] -= kind.zero * spans[r].sum(part, in);
-                        add_integers(sums[u][r], of_high[r], of_low[r], spans[r].scale, scale);
-                        of_high[r] = of_low[r] = Integers{};
-                    }
-                }
                 if (!kind.minimum) return;
                 const Floats minimum = reader.minimum<HOW>(half);
 #pragma GCC unroll 8
@@ -371,12 +362,15 @@ void multiply(const Block& block, int first, const Panel& states, float* results
                     of_high[r] = add_products<TABLE ? 8 : BITS>(of_high[r], words, load<uint32_t>(four));
                     of_low[r] = add_products<TABLE ? 8 : BITS>(of_low[r], words, load<uint32_t>(four + PAIR));
                 }
-                if (HOW != SUMMED && index == 3 && kind.halves) finish(0);
+                if (HOW == FACTORED && index == 3 && kind.halves) finish(0);
             }
             finish(kind.halves);
-            if constexpr (HOW == SUMMED)
-                for (int r = 0; r < R; r++) high[u][r] += of_high[r], low[u][r] += of_low[r];
-            if (HOW != ALONE && ends) {
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) {
+                if constexpr (HOW == SUMMED) high[u][r] += of_high[r], low[u][r] += of_low[r];
+                if constexpr (HOW == ALONE) high[u][r] = of_high[r], low[u][r] = of_low[r];
+            }
+            if (ends) {
                 const Floats scale = reader.scale();
 #pragma GCC unroll 8
                 for (int r = 0; r < R; r++) {
@@ -593,8 +587,7 @@ int64_t states_of_tile(int64_t rows) {
 
 template <int BITS, bool TABLE, Groups HOW>
 void multiply_rows(const Block& block, const Panel& states, int64_t rows, float* to, int64_t width) {
-    const bool parted = HOW == ALONE && block.kind.halves;  // halves of groups are not worth tiles of their own
-    if (states.in_tile && !parted) return multiply_in_tiles<BITS, TABLE, HOW>(block, states, rows, to, width);
+    if (states.in_tile) return multiply_in_tiles<BITS, TABLE, HOW>(block, states, rows, to, width);
     constexpr auto R = std::make_integer_sequence<int, MOST_ROWS>();
     const int64_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
     for (int64_t part = 0; part < parts; part++) {
@@ -635,7 +628,7 @@ void read_row(const Block& block, int row, int64_t groups, float* to) {
         reader.begin(group);
         for (int index = 0; index < 8; index++) {
             const int half = kind.halves ? index / 4 : 0;
-            const float scale = reader.scale(half)[lane] * (kind.scales == FACTORS ? (float)reader.factor(half)[lane] : 1);
+            const float scale = reader.scale()[lane] * (kind.scales == FACTORS ? (float)reader.factor(half)[lane] : 1);
             const uint32_t four = integers<BITS>(reader.integers(), index)[lane];
             for (int k = 0; k < 4; k++) {
                 const uint8_t integer = four >> 8 * k & 255;
