@@ -19,6 +19,8 @@
 #include <vector>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
 #endif
 
 #include "../compiler/kernels/tiles.h"
@@ -40,6 +42,11 @@ constexpr int AHEAD = 8192;                        // bytes of weights that are 
 constexpr int64_t PANEL = 96;                      // states that stay in the cache while weights pass by
 constexpr int64_t SMALL = 1 << 15;                 // multiplications that are not worth a second thread
 
+#ifdef __aarch64__
+typedef __fp16 Half;  // GCC has no other name for it before version 13
+#else
+typedef _Float16 Half;
+#endif
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef int32_t Integers __attribute__((vector_size(4 * LANES)));
@@ -97,7 +104,7 @@ INLINE Floats halves_to_floats(const uint8_t* from) {
     return (Floats)_mm256_cvtph_ps(load<__m128i>(from));
 #else
     Floats found;
-    for (int lane = 0; lane < LANES; lane++) found[lane] = (float)load<_Float16>(from + 2 * lane);
+    for (int lane = 0; lane < LANES; lane++) found[lane] = (float)load<Half>(from + 2 * lane);
     return found;
 #endif
 }
@@ -130,6 +137,19 @@ INLINE Integers add_products(Integers sum, Words numbers, uint32_t four) {
     const __m256i even = _mm256_and_si256(weights, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(weights, 8);
     const __m256i first = _mm256_srai_epi16(_mm256_slli_epi16(states, 8), 8), second = _mm256_srai_epi16(states, 8);
     return sum + (Integers)_mm256_madd_epi16(even, first) + (Integers)_mm256_madd_epi16(odd, second);
+#elif defined(__ARM_FEATURE_DOTPROD)
+    const int8x16_t states = vreinterpretq_s8_u32(vdupq_n_u32(four)), middle = vdupq_n_s8(64);
+    for (int part = 0; part < LANES; part += 4) {
+        int32x4_t found = load<int32x4_t>((const int32_t*)&sum + part);
+        int8x16_t weights = load<int8x16_t>((const uint32_t*)&numbers + part);
+        if constexpr (BITS == 8) {  // 128 less, as both are to have signs; and 128 times the states
+            weights = veorq_s8(weights, vdupq_n_s8(-128));
+            found = vdotq_s32(vdotq_s32(found, middle, states), middle, states);
+        }
+        found = vdotq_s32(found, weights, states);
+        memcpy((int32_t*)&sum + part, &found, sizeof found);
+    }
+    return sum;
 #else
     for (int k = 0; k < 4; k++) sum += (Integers)(numbers >> (8 * k) & 255u) * (int32_t)(int8_t)(four >> (8 * k));
     return sum;
@@ -145,7 +165,12 @@ INLINE Words look_up(Words bytes, const uint8_t* table) {
 #else
     uint8_t found[4 * LANES];
     memcpy(found, &bytes, sizeof found);
+#ifdef __ARM_NEON
+    for (int part = 0; part < 4 * LANES; part += 16)
+        vst1q_u8(found + part, vqtbl1q_u8(vld1q_u8(table), vld1q_u8(found + part)));
+#else
     for (uint8_t& byte : found) byte = table[byte];
+#endif
     return load<Words>(found);
 #endif
 }

@@ -1,5 +1,6 @@
 """The packed layout and its products: the same numbers as in the file, the same bits in every product."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -184,6 +185,16 @@ def test_other_instructions_give_the_same_bits(instructions: list[str], tmp_path
             assert torch.equal(products.rows_of(ids, matrix, INPUTS), numbers(quantised(kind, plain_rows(kind))))
     finally:
         products.library.cache_clear()
+
+
+@pytest.mark.parametrize("options", [["-march=armv8.2-a+dotprod"], ["-march=armv8-a"]], ids=["dotprod", "NEON"])
+def test_products_compile_for_arm(options: list[str], tmp_path: Path) -> None:
+    if (program := shutil.which("aarch64-linux-gnu-g++")) is None:
+        pytest.skip("no cross compiler: apt-get install g++-aarch64-linux-gnu")
+    others = [option for option in products.OPTIONS if option not in ("-march=native", "-O3")]
+    arguments = [*others, "-O1", *options, str(products.SOURCE), "-o", str(tmp_path / "products.so")]
+    subprocess.run([program, *arguments], check=True, capture_output=True)
+    assert (tmp_path / "products.so").read_bytes()[18:20] == b"\xb7\0"  # the machine that it is for, AArch64
 
 
 def test_modules_compute_what_dense_ones_do(library: str) -> None:

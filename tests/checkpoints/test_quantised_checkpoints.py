@@ -103,7 +103,7 @@ def test_numbers_are_those_of_the_formula_and_so_are_logits(tmp_path: Path, case
             assert (type(model.get_submodule(path)) is PackedLinear) == (path != "lm_head")
     with torch.inference_mode():
         logits, theirs = model(IDS).logits, wanted(IDS).logits
-    assert (logits - theirs).abs().max() < 1e-3 * theirs.std()
+    assert (logits - theirs).square().mean().sqrt() < 5e-4 * theirs.std()
     assert type(model) is type(wanted)
     assert not model.training
     assert model.dtype == torch.float32
