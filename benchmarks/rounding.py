@@ -2,8 +2,9 @@
 
     python benchmarks/rounding.py --prompts prompts/code.jsonl prompts/chat.jsonl [--count 4] --target FILE
 
-Products round states to integers of 16 bits; the reference multiplies the file's own numbers by states in float32.  "KL"
-is the divergence from the reference in nats a token, "error" the root mean square difference of logits over their spread.
+Products round states to integers of 16 bits; the reference multiplies the file's own numbers by states in float32.
+"KL" is the divergence from the reference in nats a token, "error" the root mean square difference of logits over
+their spread.
 """
 
 import torch
