@@ -1,9 +1,10 @@
 """Targets in several processes: the same ids as in one, decisions that agree, and errors in the place of endless waits.
 
-Run as a program, by torchrun, this file is what each of the processes does: `main`.
+Run as a program, this file starts the processes, as copies of one that has imported everything; `JOBS` is what they do.
 """
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -25,7 +26,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import specinfer
 from specinfer import BestFirst, Sampled, SpeculativeDecoder, cli, loading
 from specinfer.common import ranks
-from specinfer.common.ranks import ALONE, Ranks
+from specinfer.common.ranks import ALONE, PATIENCE, Ranks
 from specinfer.errors import InputError, RankError, UnsupportedModel
 
 LIMIT = 80.0  # seconds after which processes that hang are killed
@@ -203,57 +204,79 @@ def main(folder):
     Path(folder, f"{number}.json").write_text(json.dumps(found))
 
 
-def lose(folder, how):
-    """Generate, and be lost in the middle of it if this is the second process; print the error of the first one."""
+def lose(folder, how, leave):
+    """Generate, and be lost in the middle of it if this is the second process; write the error of the first one."""
     loaded = loading.load(folder, "float32", "cpu", tensor_parallel=2)
     decoder = SpeculativeDecoder(loaded.model, None, ["suffix"])
-    left = {"killed": lambda: os.kill(os.getpid(), signal.SIGKILL), "stuck": lambda: time.sleep(LIMIT)}[how]
 
     def streamer_put(tokens):
         if ranks.rank() == 1 and len(tokens.flatten()) < 5:  # a step's, not the prompt's
-            left()
+            leave()
 
     streamer = type("Streamer", (), {"put": staticmethod(streamer_put), "end": staticmethod(lambda: None)})()
-    print(*failure(decoder.generate, PROMPTS[0], max_new_tokens=NEW, streamer=streamer), flush=True)
+    found = failure(decoder.generate, PROMPTS[0], max_new_tokens=NEW, streamer=streamer)
+    Path(folder, f"{how}.json").write_text(json.dumps(found))
+
+
+LOST = {  # how the second process leaves -> how, and seconds for which the first one waits
+    "killed": (lambda: os.kill(os.getpid(), signal.SIGKILL), 600),
+    "stuck": (lambda: time.sleep(LIMIT), 12),
+}
+JOBS = {"main": (main, 600)}  # what two processes do, and their patience
+JOBS |= {how: (partial(lose, how=how, leave=leave), patience) for how, (leave, patience) in LOST.items()}
 
 
 # ---- how they are started ----
 
 
-def ended(*command, processes=1, **variables):
-    """Run a command, in some processes; return exit code, output and errors of the first, and kill what is left."""
+def start(folder, job, patience):
+    """Start two processes that do a job; a launcher that ends none of them if another one ends gives these variables."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), PATIENCE: str(patience)}
+
+    def run(number):
+        os.environ.update(variables, RANK=str(number))
+        job(folder)
+
+    processes = multiprocessing.get_context("fork")
+    started = [processes.Process(target=run, args=(number,), daemon=True) for number in range(2)]
+    for process in started:
+        process.start()
+    return started
+
+
+def start_all(folder):
+    """Do all jobs at once; those who are left by the second process end, and it is ended with this one."""
+    started = {name: start(folder, *job) for name, job in JOBS.items()}
+    for process in [*started.pop("main"), *(first for first, _ in started.values())]:
+        process.join(LIMIT)
+        assert process.exitcode == 0
+
+
+def ended(*command):
+    """Run a command; return its exit code, output and errors, and kill what is left."""
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
-    environment |= variables
-    numbers = [{"RANK": str(number)} if processes > 1 else {} for number in range(processes)]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    program = [sys.executable, *map(str, command)]
-    started = [subprocess.Popen(program, env={**environment, **number}, **pipes) for number in numbers]
+    started = subprocess.Popen([sys.executable, *map(str, command)], env=environment, **pipes)
     try:
-        out, err = started[0].communicate(timeout=LIMIT)
-        return started[0].returncode, out, err
+        out, err = started.communicate(timeout=LIMIT)
+        return started.returncode, out, err
     finally:
-        for process in started:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        with suppress(ProcessLookupError):
+            os.killpg(started.pid, signal.SIGKILL)
+        started.communicate()
 
 
-def launched(count, *program):
-    """Run a program in several processes by torchrun; return exit code, output and errors of all of them."""
-    return ended("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count, *program)
-
-
-def by_hand(count=2):
-    """The variables of a launcher that ends no process if another one ends."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    return {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def launched(*program):
+    """Run a program in two processes by torchrun; return exit code, output and errors of all of them."""
+    return ended("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *program)
 
 
 @pytest.fixture(scope="module")
@@ -268,7 +291,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcomes(folder):
     """What both processes found."""
-    code, _, err = launched(2, __file__, "main", folder)
+    code, _, err = ended(__file__, folder)
     assert code == 0, err[-4000:]
     return [json.loads((folder / f"{number}.json").read_text()) for number in range(2)]
 
@@ -358,18 +381,21 @@ def test_one_process_agrees_with_itself():
 # ---- processes that are lost ----
 
 
-@pytest.mark.parametrize(("how", "patience"), [("killed", 600), ("stuck", 12)])
-def test_a_lost_process_is_an_error_of_the_others(how, patience, folder):
-    variables = {**by_hand(), "SPECINFER_RANKS_TIMEOUT": str(patience)}
-    code, out, err = ended(__file__, "lose", folder, how, processes=2, **variables)
-    assert code == 0, err[-4000:]
-    assert out.startswith("RankError another of the processes that share the model ended, or did not answer in time")
+@pytest.mark.parametrize("how", LOST)
+def test_a_lost_process_is_an_error_of_the_others(how, outcomes, folder):
+    kind, text = json.loads((folder / f"{how}.json").read_text())
+    assert kind == "RankError"
+    assert text.startswith("another of the processes that share the model ended, or did not answer in time")
 
 
-def test_a_process_that_never_starts_is_an_error(folder):
-    command = ["-m", "specinfer", "generate", TEXT, "--target", folder, "--tensor-parallel", "2"]
-    code, out, err = ended(*command, **by_hand(), RANK="0", SPECINFER_RANKS_TIMEOUT="2")
-    assert (code, out) == (2, "")
+def test_a_process_that_never_starts_is_an_error(folder, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(PATIENCE, "1")
+    assert run(monkeypatch, capsys, "generate", TEXT, "--target", folder, "--tensor-parallel", 2) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
     (line,) = [line for line in err.splitlines() if line.startswith("specinfer: ")]  # torchao, if there, adds its words
     assert line.startswith("specinfer: the 2 processes do not find each other (Timed out after ")
     assert err.endswith(f"{line}\n")
@@ -383,7 +409,7 @@ GENERATE = ["generate", TEXT, "--raw", "--device", "cpu", "--dtype", "float32"]
 
 def test_the_first_process_alone_prints_and_writes(folder, tmp_path, monkeypatch, capsys):
     command = [*GENERATE, "--target", folder, "--max-new-tokens", NEW, "--draft", "suffix", "--memory"]
-    split = launched(2, "-m", "specinfer", *command, tmp_path / "split", "--tensor-parallel", 2)
+    split = launched("-m", "specinfer", *command, tmp_path / "split", "--tensor-parallel", 2)
     assert run(monkeypatch, capsys, *command, tmp_path / "whole") == 0
     out, err = capsys.readouterr()
     assert split[:2] == (0, out), split[2][-4000:]
@@ -394,7 +420,7 @@ def test_the_first_process_alone_prints_and_writes(folder, tmp_path, monkeypatch
 
 def test_an_error_of_all_processes_is_printed_once(folder):
     command = ["-m", "specinfer", *GENERATE, "--target", folder, "--tensor-parallel", 2]
-    _, out, err = launched(2, *command, "--max-new-tokens", 10**6)
+    _, out, err = launched(*command, "--max-new-tokens", 10**6)
     assert out == ""
     assert err.count("specinfer: ") == 1
     assert "exceed the target's context" in err
@@ -443,11 +469,11 @@ def test_bad_numbers_are_refused(folder, monkeypatch):
     for count in (0, 1.5, True):
         with pytest.raises(InputError, match="tensor_parallel"):
             loading.load(folder, tensor_parallel=count)
-    monkeypatch.setenv("SPECINFER_RANKS_TIMEOUT", "soon")
+    monkeypatch.setenv(PATIENCE, "soon")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RankError, match="SPECINFER_RANKS_TIMEOUT='soon' is not a number of seconds"):
         loading.load(folder, "float32", "cpu", tensor_parallel=2)
 
 
 if __name__ == "__main__":
-    {"main": main, "lose": lose}[sys.argv[1]](*sys.argv[2:])
+    start_all(sys.argv[1])
