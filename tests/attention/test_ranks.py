@@ -230,7 +230,7 @@ JOBS |= {how: (partial(lose, how=how, leave=leave), patience) for how, (leave, p
 
 
 def start(folder, job, patience):
-    """Start two processes that do a job; a launcher that ends none of them if another one ends gives these variables."""
+    """Start two processes that do a job, with the variables of a launcher that ends none of them if the other ends."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

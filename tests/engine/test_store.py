@@ -69,8 +69,7 @@ def reading(decoder, model=None):
         yield read
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+@pytest.mark.parametrize(("rows", "temperature"), [(1, 0), (2, 1), (3, 0), (8, 1)])
 def test_texts_are_those_alone(target, rows, temperature):
     made = SpeculativeDecoder(target, None, [draft_for(target), like(target)], BestFirst(7, 4), compile=False)
     options = {"max_new_tokens": 8, "temperature": temperature, "seed": 3}
@@ -188,13 +187,13 @@ def assert_read_as_alone(made, prefix):
                 torch.testing.assert_close(mine[0, :, :length], other[0, :, :length], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("drafts", ["none", "head", "model", "both"])
+@pytest.mark.parametrize("drafts", ["none", "model", "both"])
 def test_random_schedules_give_the_ids_of_each_request_alone(target, drafts):
     """Ragged prompts that begin alike are added and aborted at any step, over many batches of one store."""
     made, store, random = decoder(target, drafts), PrefixStore(1), Random(5)
     texts = [[*LONG[: random.randrange(60)], *(random.randrange(250) for _ in range(3))] for _ in range(6)]
     ends, cached, alone = Counter(), 0, {}
-    for _ in range(40):
+    for _ in range(24):
         for request, number, options in run_at_random(
             made.scheduler(random.choice([1, 2, 3]), store), texts, random, 8
         ):
@@ -213,7 +212,7 @@ def test_random_schedules_give_the_ids_of_each_request_alone(target, drafts):
             cached.cache.check_integrity()
             assert cached.cache.lengths == [len(cached.ids)]
         assert read[0] == len(prefix.ids) >= max(read)
-        if drafts in ("head", "both"):  # what the head has not read, and the last token that it has
+        if drafts == "both":  # what the head has not read, and the last token that it has
             states = sum(map(len, prefix.states))
             assert prefix.first + states == len(prefix.ids)
             assert 0 < states <= len(prefix.ids) - (read[1] - 1 if len(read) > 1 else 0)
