@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ from tokenizers.models import BPE, WordPiece
 from torch._inductor import config as inductor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specinfer import TokenTree, check_model
+from specinfer import TokenTree, check_model, cli
 from specinfer.engine.draft import Draft, DraftSession
 from specinfer.tree import Draw, Forest, Policy
 
@@ -145,6 +146,29 @@ def counted(*models: Any) -> Iterator[list[Any]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def copied(function: Callable[..., Any], *args: Any, **options: Any) -> Iterator[Any]:
+    """Call a function in a copy of this process, which has imported everything, and kill the copy (-9) in the end."""
+
+    def call() -> None:
+        torch.set_num_threads(1)  # those of the pool are not copied
+        function(*args, **options)
+
+    process = multiprocessing.get_context("fork").Process(target=call, daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+def run_command(*arguments: Any) -> None:
+    """Do what the command line does."""
+    sys.argv = ["specinfer", *map(str, arguments)]
+    cli.main()
 
 
 def ends(rows: Sequence[Sequence[int]]) -> list[int]:

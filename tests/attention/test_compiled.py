@@ -6,7 +6,6 @@ Few graphs are compiled, all tiny, each for many tests; ``pytest -m slow`` compi
 import copy
 import gc
 import json
-import multiprocessing
 import os
 import shutil
 import time
@@ -19,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EOS_TEXT, PROMPTS, VOCAB, byte_tokenizer, tiny_llama
+from conftest import EOS_TEXT, PROMPTS, VOCAB, byte_tokenizer, copied, tiny_llama
 from test_families import EXACT, build
 from test_heads import draft_for
 from torch import nn
@@ -676,16 +675,12 @@ def test_without_a_compiler_or_a_folder_all_works_plain(tmp_path: Path, monkeypa
 def test_a_killed_compilation_leaves_nothing_that_is_used(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECINFER_CACHE", str(tmp_path))
-        copies = multiprocessing.get_context("fork")  # of a process that has imported everything
-        process = copies.Process(target=decoder, args=(float_llama(),), kwargs={"compile": True})
-        process.start()
-        deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("compiled/.making-*/*/*")):
-            assert process.exitcode is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.kill()
-        process.join()
+        with copied(decoder, float_llama(), compile=True) as process:
+            deadline = time.monotonic() + 120
+            while not list(tmp_path.glob("compiled/.making-*/*/*")):
+                assert process.exitcode is None
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
         assert packages.packages() == []
         assert "not compiled yet" in decoder(float_llama()).passes
         assert packages.remove_packages() == 0

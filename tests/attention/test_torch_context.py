@@ -72,14 +72,16 @@ def texts(target, drafts, tree, options):
     ("draft", "tree"), [*((draft, "best-first") for draft in DRAFTS), *(("model", tree) for tree in [*TREES][1:])]
 )
 def test_defaults_of_torch_change_nothing(target, draft, tree):
-    """Ids, log-probabilities, trees and scores."""
-    for options in OPTIONS if (draft, tree) in CONTRASTED else OPTIONS[:2]:
-        drafts = DRAFTS[draft](target)
-        wanted = texts(target, drafts, TREES[tree], options)
-        for name, setting in SETTINGS.items():
-            with setting():
-                found = texts(target, drafts, TREES[tree], options)
-            assert found == wanted, name
+    """Ids, log-probabilities, trees and scores; each setting meets each draft and tree, with options in turn."""
+    chosen = OPTIONS if (draft, tree) in CONTRASTED else OPTIONS[:2]
+    drafts, wanted = DRAFTS[draft](target), {}
+    for turn, (name, setting) in enumerate(SETTINGS.items(), len(draft)):
+        number = turn % len(chosen)
+        if number not in wanted:
+            wanted[number] = texts(target, drafts, TREES[tree], chosen[number])
+        with setting():
+            found = texts(target, drafts, TREES[tree], chosen[number])
+        assert found == wanted[number], name
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

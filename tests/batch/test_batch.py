@@ -1,13 +1,10 @@
 """Files of prompts into a folder: what a kill leaves, what a second run adds, and what is refused where."""
 
 import json
-import signal
-import subprocess
-import sys
 from time import monotonic, sleep
 
 import pytest
-from conftest import byte_tokenizer, like, tiny_llama
+from conftest import byte_tokenizer, copied, like, run_command, tiny_llama
 from typer.testing import CliRunner
 
 from specinfer import BestFirst, SpeculativeDecoder
@@ -192,28 +189,28 @@ def test_a_killed_command_loses_nothing_and_makes_nothing_twice(target, tmp_path
     path = written(tmp_path / "many.jsonl", [f"{i}, {i + 1}, {i}, " for i in range(60)])
     out = tmp_path / "out"
 
-    def command(folder):
+    def asked(folder):
         options = ["--prompts", path, "--target", tmp_path / "target", "--draft", "ngram", "--max-new-tokens", "24"]
         options += ["--temperature", "1", "--seed", "3", "--dtype", "float32", "--max-rows", "4", "--out", folder]
-        return [sys.executable, "-P", "-m", "specinfer", "generate", *map(str, options)]
+        return ["generate", *map(str, options)]
 
     started = monotonic()
-    with subprocess.Popen(command(out), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    with copied(run_command, *asked(out)) as process:
         while not ((out / RECORDS).exists() and (out / RECORDS).read_bytes().count(b"\n") >= 5):
-            assert process.poll() is None, process.stderr.read()
+            assert process.exitcode is None
             assert monotonic() - started < 120
             sleep(0.001)
-        process.send_signal(signal.SIGKILL)
     survived = (out / RECORDS).read_bytes()
     survived = survived[: survived.rindex(b"\n") + 1]
     kept = survived.count(b"\n")
     assert 5 <= kept < 60
-    done = subprocess.run(command(out), capture_output=True, text=True, check=True, timeout=120)
+    done = CliRunner().invoke(app, asked(out))
+    assert done.exit_code == 0, done.output
     assert "60 prompts" in done.stdout
     assert f"{60 - kept} now" in done.stdout
     assert (out / RECORDS).read_bytes().startswith(survived)
     assert [record["number"] for record in records(out)] == [*range(60)]
-    whole = CliRunner().invoke(app, command(tmp_path / "whole")[4:])
+    whole = CliRunner().invoke(app, asked(tmp_path / "whole"))
     assert whole.exit_code == 0, whole.output
     passes = {"target_passes": None}  # `auto` goes by the clock; texts do not
     assert [record | passes for record in records(out)] == [record | passes for record in records(tmp_path / "whole")]

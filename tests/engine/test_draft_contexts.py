@@ -1,5 +1,7 @@
 """Drafts with smaller contexts than their target: rows beyond are decoded plainly, others drafted for as alone."""
 
+from typing import ClassVar
+
 import pytest
 import test_mtp
 import test_published_dflash as dflash
@@ -52,8 +54,33 @@ def of_kind(kind, tmp_path, exact):
     return made(dflash.target.__wrapped__(), dflash.load(dflash.random_head(tmp_path / "head", kind, 0)[0]))
 
 
+class Made:
+    """A decoder with a draft of a kind, and the text of each prompt alone."""
+
+    options: ClassVar = {"max_new_tokens": NEW, "temperature": 0}
+
+    def __init__(self, kind, folder, exact):
+        self.kind, self.decoder = kind, of_kind(kind, folder, exact)
+        self.texts = {}
+
+    def alone(self, prompt):
+        """Return the result of a prompt alone."""
+        key = tuple(prompt)
+        if key not in self.texts:
+            self.texts[key] = self.decoder.generate(prompt, **self.options)
+        return self.texts[key]
+
+
 BLOCKS = ["z-lab", "dflash2", "dspark rnn", "domino"]  # block heads of each way to score a path
 KINDS = ["model", "head", "text", "mtp", *eagle.FORMATS, *BLOCKS]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def of(request, tmp_path_factory, exact):
+    """A decoder of each kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        test_mtp.small_models_have_such_layers.__wrapped__(patch)
+        return Made(request.param, tmp_path_factory.mktemp("head"), exact)
 
 
 def drafted(result):
@@ -64,18 +91,17 @@ def note_of(result):
     return [note for note in result.stats.notes if f"its context of {LIMIT} tokens has ended" in note]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_short_rows_are_drafted_for_as_without_the_long_one(kind, tmp_path, exact, released):
+def test_short_rows_are_drafted_for_as_without_the_long_one(of):
     """Their trees are those they grow alone; the long row has bare roots, and its result alone says why."""
-    decoder = of_kind(kind, tmp_path, exact)
+    kind, decoder = of.kind, of.decoder
     plain = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, tree=None, compile=False)
-    options = {"max_new_tokens": NEW, "temperature": 0}
-    results = decoder.generate(PROMPTS, **options)
+    results = decoder.generate(PROMPTS, **of.options)
+    wanted = plain.generate(PROMPTS, **of.options)
+    assert [result.token_ids for result in results] == [result.token_ids for result in wanted]
     grown = 0
     for prompt, result in zip(PROMPTS, results, strict=True):
-        assert result.token_ids == plain.generate(prompt, **options).token_ids
         if prompt in SHORT:
-            alone = decoder.generate(prompt, **options)
+            alone = of.alone(prompt)
             left = NEW
             for step, wanted in zip(result.steps, alone.steps, strict=True):
                 if left > 4:  # the end of a text makes its last trees lower
@@ -97,27 +123,22 @@ def test_short_rows_are_drafted_for_as_without_the_long_one(kind, tmp_path, exac
     assert [len(note_of(result)) for result in results] == [0, 1, 0, 1, 0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_join_leave_in_their_turn(kind, tmp_path, exact, released):
+def test_rows_that_join_leave_in_their_turn(of):
     """Any order of long and short rows, two at a time, also where a draft has no row left for a while."""
-    decoder = of_kind(kind, tmp_path, exact)
-    options = {"max_new_tokens": NEW, "temperature": 0}
     prompts = [LONG, LONG, SHORT[0], ENDING, LONG, SHORT[1], SHORT[2], LONG]
-    found = sorted(decoder.generate_many(prompts, max_rows=2, **options))
-    every = {tuple(prompt): decoder.generate(prompt, **options) for prompt in prompts[1:7]}
+    found = sorted(of.decoder.generate_many(prompts, max_rows=2, **of.options))
     for prompt, (_, result, error) in zip(prompts, found, strict=True):
         assert error is None
-        alone = every[tuple(prompt)]
+        alone = of.alone(prompt)
         assert result.token_ids == alone.token_ids
         assert bool(note_of(result)) == bool(note_of(alone)) == (prompt not in SHORT)
     assert any(len(tree) > 1 for _, result, _ in found for tree in drafted(result))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_turns_begin_with_what_the_draft_has_read(kind, tmp_path, exact, released):
+def test_turns_begin_with_what_the_draft_has_read(of, monkeypatch):
     """Its caches are those of a session that reads the whole text, and texts and trees are those of fresh calls."""
-    decoder, store, history = of_kind(kind, tmp_path, exact), PrefixStore(), LONG[:20]
-    decoder.drafts[0].model.max_positions = 200
+    decoder, store, history = of.decoder, PrefixStore(), LONG[:20]
+    monkeypatch.setattr(decoder.drafts[0].model, "max_positions", 200)
     for more in ([7, 8], [5], [3, 3]):
         options = {"max_new_tokens": 5, "temperature": 0}
         scheduler, network = decoder.scheduler(store=store), decoder.drafts[0].model.model

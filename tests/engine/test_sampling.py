@@ -171,7 +171,7 @@ def test_multi_step_texts_depend_on_the_rows_own_seed(target, near, policy):
 
 FALSE_ALARM, POWER = 1e-4, 1e-6
 SMALL = 6  # tokens
-DRAWS = 2000
+DRAWS = 1000
 
 
 @pytest.fixture(scope="module")

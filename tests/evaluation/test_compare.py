@@ -4,7 +4,6 @@ import inspect
 import json
 import logging
 import re
-import subprocess
 import sys
 from html import unescape
 from pathlib import Path
@@ -14,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import PROMPTS, byte_tokenizer, like, plain, tiny_llama
+from conftest import PROMPTS, byte_tokenizer, copied, like, plain, run_command, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import specinfer.loading
@@ -399,14 +398,12 @@ def test_a_killed_run_loses_nothing(on_disk, call, monkeypatch, max_rows):
     options = ["--target", on_disk / "target", "--draft", "ngram", "--count", PROMPTS_ON_DISK, "--max-new-tokens", NEW]
     options += ["--prompts", on_disk / "many.jsonl", "--methods", "autoregressive,sequence,tree", "--dtype", "float32"]
     options += ["--max-rows", max_rows]
-    command = [sys.executable, "-P", "-m", "specinfer", "compare", *map(str, options), "--out", str(out)]
     started = monotonic()
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+    with copied(run_command, "compare", *options, "--out", out) as process:
         while not (path.exists() and path.read_bytes().count(b"\n") >= 2):
-            assert process.poll() is None
+            assert process.exitcode is None
             assert monotonic() - started < 120
             sleep(0.001)
-        process.kill()
     survived = path.read_bytes()
     assert 2 <= survived.count(b"\n") < PROMPTS_ON_DISK
     path.write_bytes(survived + b'{"set": "many", "pla')  # what a kill while writing leaves

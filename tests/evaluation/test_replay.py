@@ -2,8 +2,6 @@
 
 import json
 import pickle
-import subprocess
-import sys
 from dataclasses import fields
 from functools import cache
 from time import monotonic, sleep
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import PROMPTS as ALL_PROMPTS
-from conftest import byte_tokenizer, like, plain, tiny_llama
+from conftest import byte_tokenizer, copied, like, plain, run_command, tiny_llama
 from scipy.optimize import linprog
 from strategies import TableSource, coarse_table
 from test_heads import draft_for
@@ -476,16 +474,15 @@ def test_a_killed_recording_loses_nothing(tmp_path):
     rows = [json.dumps({"prompt": f"{i}, {i + 1}, {i}, "}) + "\n" for i in range(12)]
     (tmp_path / "many.jsonl").write_text("".join(rows))
     prompts = [json.loads(row)["prompt"] for row in rows]
-    command = [sys.executable, "-P", "-m", "specinfer", "record", "--prompts", tmp_path / "many.jsonl", "--count", 0]
-    command += ["--target", tmp_path / "target", "--draft", tmp_path / "near", "--out", tmp_path / "out"]
-    command += ["--max-new-tokens", 8, "--nodes", 4, "--depth", 3, "--batch", 2, "--dtype", "float32"]
+    options = ["record", "--prompts", tmp_path / "many.jsonl", "--count", 0]
+    options += ["--target", tmp_path / "target", "--draft", tmp_path / "near", "--out", tmp_path / "out"]
+    options += ["--max-new-tokens", 8, "--nodes", 4, "--depth", 3, "--batch", 2, "--dtype", "float32"]
     out, started = tmp_path / "out", monotonic()
-    with subprocess.Popen([*map(str, command)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    with copied(run_command, *options) as process:
         while not ((out / RECORDS).exists() and (out / RECORDS).read_bytes().count(b"\n") >= 3):
-            assert process.poll() is None, process.stderr.read()
+            assert process.exitcode is None
             assert monotonic() - started < 120
             sleep(0.001)
-        process.kill()
     survived = (out / RECORDS).read_bytes()
     assert 3 <= survived.count(b"\n") < 12
     times = {path.name: path.stat().st_mtime_ns for path in out.glob("*.safetensors")}

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterator
+from functools import cache
 from math import inf, nan
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from specinfer import (
     SpeculativeDecoder,
     check_model,
     cli,
+    loading,
 )
 from specinfer.drafts.lookup.lookahead import LookaheadDraft
 from specinfer.drafts.lookup.ngram import NGramDraft
@@ -160,7 +162,7 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
         {"prompt": TEXT, "continuation": TEXT, "raw": FLAG, "top_logprobs": SIZE},
     ),
     "SpeculativeDecoder": ({"drafts": "ngram"}, {**CONSTRUCTED, "model": "", "tokenizer": "none"}),
-    "from_pretrained": ({"drafts": "ngram", "dtype": "float32"}, {**CONSTRUCTED, **LOADED}),
+    "from_pretrained": ({"drafts": "ngram", "dtype": "float32"}, {**LOADED, "drafts": CONSTRUCTED["drafts"]}),
     "ModelDraft": ({}, {"model": "", "tokenizer": "none", "name": f"none path {WORD}", "tokens": ""}),
     "BestFirst": ({"max_nodes": 4, "max_depth": 2}, {"max_nodes": SIZE, "max_depth": SIZE, "min_probability": SHARE}),
     "Expansion": ({}, {"expansion": "empty ids"}),
@@ -300,6 +302,7 @@ def test_the_command_line_refuses_in_one_line(
 ) -> None:
     """A word after an option is fine, or gives exit code 2 and one line; so do an unknown option and none at all."""
     draw, refused = random.Random(0), 0
+    monkeypatch.setattr(loading, "load", cache(loading.load))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny").symlink_to(folder)
     given = [[option, word] for option in options_of(command) for word in draw.sample(WORDS, EACH)]

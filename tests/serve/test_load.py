@@ -97,20 +97,11 @@ def begun(port: int, **options: Any) -> tuple[Any, list[Any]]:
     return stream, [next(stream)]
 
 
-def test_sigterm_lets_texts_end(folder: Path) -> None:
-    """The command stops taking requests, and the stream under way comes to its end."""
-    with served(folder) as (process, port):
-        stream, chunks = begun(port)
-        process.send_signal(signal.SIGTERM)
-        chunks += stream
-        assert chunks[-1].choices[0].finish_reason == "length"
-        assert process.stderr
-        assert "Application shutdown complete" in process.stderr.read()
-        assert process.wait(600) in (0, -signal.SIGTERM)
+def test_a_server_that_was_killed_is_started_again_and_ends_its_texts(folder: Path) -> None:
+    """Clients have a broken connection, and no end of a text that is none; the port is free for the next one.
 
-
-def test_a_server_that_was_killed_is_started_again(folder: Path) -> None:
-    """Clients have a broken connection, and no end of a text that is none; the port is free for the next one."""
+    SIGTERM lets texts end: the command stops taking requests, and the stream under way comes to its end.
+    """
     with served(folder) as (process, port):
         streams = [begun(port, max_tokens=15_000, prompt=prompt) for prompt in PROMPTS]
         process.kill()
@@ -118,10 +109,15 @@ def test_a_server_that_was_killed_is_started_again(folder: Path) -> None:
             with pytest.raises(Exception, match=r"peer closed connection|Connection error|reset by peer"):
                 chunks += stream
             assert not any(choice.finish_reason for chunk in chunks for choice in chunk.choices)
-    with served(folder, port) as (_, again):
+    with served(folder, port) as (process, again):
         assert again == port
-        stream, chunks = begun(port, max_tokens=5)
-        assert [*chunks, *stream][-1].choices[0].finish_reason == "length"
+        stream, chunks = begun(port)
+        process.send_signal(signal.SIGTERM)
+        chunks += stream
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert process.stderr
+        assert "Application shutdown complete" in process.stderr.read()
+        assert process.wait(600) in (0, -signal.SIGTERM)
 
 
 def test_of_more_requests_than_fit_each_is_answered_or_sent_away() -> None:
