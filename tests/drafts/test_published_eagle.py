@@ -403,20 +403,28 @@ def test_trees_hold_tokens_of_the_heads_vocabulary(small, tmp_path, kind):
 # ---- ids do not depend on drafts ----
 
 
+@pytest.fixture(scope="module")
+def alone(target):
+    """Texts without drafts, greedy and sampled."""
+    plain = SpeculativeDecoder(target, None, [], None)
+    return [[row.token_ids for row in plain.generate(PROMPTS, temperature=t, **WRITTEN)] for t in (0, 1)]
+
+
+WRITTEN = {"max_new_tokens": 10, "seed": [3, 4, 5, 6]}
+
+
 @pytest.mark.parametrize("tree", [BestFirst(12, 4), Sampled((3, 2)), "auto"], ids=str)
 @pytest.mark.parametrize("kind", FORMATS)
-def test_ids_do_not_depend_on_published_heads(target, tmp_path, kind, tree):
+def test_ids_do_not_depend_on_published_heads(target, alone, tmp_path, kind, tree):
     config, weights = random_head(kind, 3)
     path = write(tmp_path / "head", config, weights)
     rule = load_published(path).network.conventions(LAYERS)[0]
+    decoder = SpeculativeDecoder(target, None, [load_published(path, rule), NGramDraft()], tree)
     for temperature in (0,) if isinstance(tree, Sampled) else (0, 1):
-        options = {"max_new_tokens": 10, "temperature": temperature, "seed": [3, 4, 5, 6]}
-        wanted = SpeculativeDecoder(target, None, [], None).generate(PROMPTS, **options)
-        drafts = [load_published(path, rule), NGramDraft()]
-        decoder = SpeculativeDecoder(target, None, drafts, tree)
-        assert [row.token_ids for row in decoder.generate(PROMPTS, **options)] == [row.token_ids for row in wanted]
-        alone = decoder.generate(PROMPTS[2], max_new_tokens=10, temperature=temperature, seed=5)
-        assert alone.token_ids == wanted[2].token_ids
+        batch = decoder.generate(PROMPTS, temperature=temperature, **WRITTEN)
+        assert [row.token_ids for row in batch] == alone[temperature]
+        row = decoder.generate(PROMPTS[2], max_new_tokens=10, temperature=temperature, seed=5)
+        assert row.token_ids == alone[temperature][2]
 
 
 # ---- conventions ----
