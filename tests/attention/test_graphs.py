@@ -20,7 +20,7 @@ from specinfer.attention.passes.graphs import SEEN, Graphs
 from specinfer.common.tensors import size_bucket
 from specinfer.errors import InputError
 
-NEW = 32  # tokens: every shape comes several times
+NEW = 48  # tokens: every shape comes several times
 TREES = {"best-first": BestFirst(7, 3), "expansion": Expansion((2, 2))}
 
 

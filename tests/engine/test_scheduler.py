@@ -231,7 +231,7 @@ TEXTS = [[1, 2, 1, 2], [7], [3, 4, 5, 3, 4, 9, 3], [11, 30]]
 
 @pytest.mark.parametrize("drafts", ["none", "ngram", "model", "sampled"])
 def test_random_schedules_give_the_ids_of_each_request_alone(small, drafts):
-    """200 in all: requests are added, aborted and waited for at any step."""
+    """240 in all: requests are added, aborted and waited for at any step."""
     made = {
         "none": lambda: SpeculativeDecoder(small, None, (), None, compile=False),
         "ngram": lambda: SpeculativeDecoder(small, None, ["ngram"], BestFirst(4, 3), compile=False),
@@ -244,13 +244,13 @@ def test_random_schedules_give_the_ids_of_each_request_alone(small, drafts):
     def ids_alone(number, **options):
         return made.generate(TEXTS[number], **options).token_ids
 
-    for _ in range(50):
+    for _ in range(60):
         for request, number, options in run_at_random(made.scheduler(random.choice([1, 2, 3])), TEXTS, random, 5):
             ids, wanted = request.result.token_ids, ids_alone(number, **options)
             assert ids == (wanted if request.finish_reason == "length" else wanted[: len(ids)])
             ends[request.finish_reason] += 1
     assert set(ends) == {"length", "aborted"}
-    assert min(ends.values()) > 20
+    assert min(ends.values()) > 8
 
 
 def caches():

@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from conftest import byte_tokenizer, counted, like
+from conftest import byte_tokenizer, counted
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
 from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
@@ -64,7 +64,7 @@ TOKENIZERS = {
 
 
 @pytest.fixture(params=TOKENIZERS)
-def adapter(target, monkeypatch, request):
+def adapter(target, near, monkeypatch, request):
     """The adapter of a decoder, on stand-ins for the two classes that it imports."""
     modules = {
         name: ModuleType(name) for name in ("lm_eval", "lm_eval.api", "lm_eval.api.instance", "lm_eval.api.model")
@@ -72,7 +72,7 @@ def adapter(target, monkeypatch, request):
     modules["lm_eval.api.instance"].Instance, modules["lm_eval.api.model"].LM = Instance, StandIn
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    decoder = SpeculativeDecoder(target, TOKENIZERS[request.param](), [like(target)], BestFirst(7, 4), compile=False)
+    decoder = SpeculativeDecoder(target, TOKENIZERS[request.param](), [near], BestFirst(7, 4), compile=False)
     return runpy.run_path(str(EXAMPLE))["SpecinferLM"](decoder, max_new_tokens=6)
 
 
