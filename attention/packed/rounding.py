@@ -3,8 +3,8 @@
 Knows: which numbers weights become.  Does not know: the packed layout, models, files.
 
     8 bits    integers from -128 to 127; the number of largest magnitude becomes 127 or -127
-    4 bits    integers from -8 to 7; of the scales at which the number of largest magnitude becomes -8 or nearly so, the
-              one of the least squared error
+    4 bits    integers from -8 to 7; the number of largest magnitude becomes -8, or a little less than it is if the
+              squared error of its group is smaller so
 """
 
 import torch
@@ -14,7 +14,7 @@ from specinfer.attention.packed.formats import Quantised
 from specinfer.attention.packed.layout import GROUP
 from specinfer.errors import ModelError
 
-TRIED = {8: (-128 / 127,), 4: (1.0, 0.96, 0.92, 0.88)}  # by bits: scales, by the one that makes the largest the lowest
+TRIED = {8: (-128 / 127,), 4: (1.0, 0.92)}  # by bits: scales, by the one that makes the largest the lowest
 
 
 def rounded(weight: Tensor, bits: int) -> Quantised:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OF_OUTPUTS = 8  # bits that output embeddings keep
-PART = 512  # rows that are rounded at a time: a multiple of 32
+PART = 1024  # rows that are rounded at a time: a multiple of 32
 WORTH = 0.5  # of the parameters must be in layers that are rounded
 
 
