@@ -76,9 +76,7 @@ class TreeSession:
         """Lay out chains as `append` takes them."""
         return lay_out_chains(chains, self.device, self.repeated.width(max(map(len, chains))))
 
-    def append(
-        self, layout: Layout, columns: Columns = None, words: int | None = None, **inputs: Tensor
-    ) -> PerNode:
+    def append(self, layout: Layout, columns: Columns = None, words: int | None = None, **inputs: Tensor) -> PerNode:
         """Feed a layout's nodes as new pending slots: ONE forward pass over all rows.
 
         Args:

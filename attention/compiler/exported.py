@@ -4,7 +4,7 @@ Knows: `torch.export`, the operations of an exported graph, which weights multip
 Does not know: compilers, files, trees, how the graph is used (`attention.compiled`).
 
 The graph is a function of the tensors of the pass and of the model.  Rows, nodes, slots of the cache, columns attended
-to, columns and token ids whose logits are wanted may all vary.  Four things are changed in it, but not what it computes:
+to, columns and token ids whose logits are wanted may vary.  Four things are changed in it, but not what it computes:
 
 - Weights are inputs, so a graph is good for every model of one architecture, and no weight is stored with it.
 - Linear layers that read the same states (queries, keys and values; gate and up) become one product of packed weights.

@@ -134,7 +134,7 @@ def variants_of(model: Any) -> tuple[dict[str, tuple[int, ...]], ...]:
 
 
 def _sizes(model: TreeModel) -> tuple[list[list[int]], int]:
-    """Return heads and dimension of each cached layer's keys and values, as a plain pass writes them, and its logits."""
+    """Return heads and dimension of each cached layer's keys and values, and the logits of a node, by a plain pass."""
     session = model.session(rows=1, capacity=4)
     extra = variants_of(model.model)[0].items()
     inputs = {name: torch.zeros(1, *shape, device=model.device, dtype=model.dtype) for name, shape in extra}
@@ -147,7 +147,7 @@ def _sizes(model: TreeModel) -> tuple[list[list[int]], int]:
 def _example(
     model: TreeModel, layers: Sequence[Sequence[int]], extra: Mapping[str, tuple[int, ...]], packed: bool
 ) -> exported.Tensors:
-    """Return tensors of a pass, all sizes different: two rows, six nodes, 40 columns of 96 slots, five logits of three."""
+    """Return tensors of a pass, all sizes different: two rows, six nodes, 40 of 96 slots, five logits of three."""
     cached, nodes, kv_length, capacity = 2, 6, 40, 96
     rows = 1 if packed else cached
 

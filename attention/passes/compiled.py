@@ -160,7 +160,9 @@ class CompiledPass(TensorPass):
             masks,
             inputs["cache_slots"] if self.packs else cache.staged(ids.device),
             torch.arange(ids.shape[1], device=ids.device) if columns is None else columns,
-            torch.empty(min(inputs.get("words", self.vocabulary), self.vocabulary), dtype=torch.uint8, device=ids.device),
+            torch.empty(
+                min(inputs.get("words", self.vocabulary), self.vocabulary), dtype=torch.uint8, device=ids.device
+            ),
             *cache.buffers(),
             [value.to(self.dtype) for value in extra.values()],
         )

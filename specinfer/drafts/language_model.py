@@ -8,8 +8,8 @@ The output layer of a small model with a large vocabulary is much of it, and mos
 does not use.  A draft may leave them out: it only never proposes them (FR-Spec, arXiv 2502.14856, which keeps the
 tokens that are frequent in a corpus).  Byte-level tables stand in the order of merges, frequent ones first, so here the
 first ids are kept, as many as the text's own last tokens ask for: in another language, or where a table has another
-order, these are more, or all.  The end of a text, which has a high id, need not be drafted: it is the target's own token
-after the last accepted one.
+order, these are more, or all.  The end of a text, which has a high id, need not be drafted: it is the target's own
+token after the last accepted one.
 """
 
 import sys
