@@ -192,6 +192,10 @@ def _replace(node: fx.Node, other: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
+def _is_pointwise(operation: Any) -> bool:
+    return operation == aten.to.dtype or torch.Tag.pointwise in getattr(operation, "tags", ())
+
+
 def _is_embedding(node: fx.Node) -> bool:
     """Whether an attribute of the graph is only looked up by token ids."""
     return all(user.target is aten.embedding.default for user in node.users)
@@ -282,7 +286,7 @@ class _WeightInputs:
         """Make no more logits than are returned, where our kernels make them, and each depends on itself from then."""
         returned = self.graph.output_node().args[0][0]  # the first of them
         product, (*_, count) = returned.args[0], returned.args
-        while torch.Tag.pointwise in getattr(product.target, "tags", ()) and len(product.all_input_nodes) == 1:
+        while _is_pointwise(product.target) and len(product.all_input_nodes) == 1:
             product = product.args[0]
         if product.target not in COUNTED:
             return
