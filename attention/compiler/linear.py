@@ -53,8 +53,8 @@ ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}  # the number 
 _library = torch.library.Library("specinfer", "DEF")
 # states (..., K), a weight (N, K) of which only the shape counts, the weight packed, bias (N,): returns (..., N)
 _library.define("linear(Tensor states, Tensor like, Tensor packed, Tensor? bias) -> Tensor")
-# states (..., K), a weight (N, K) packed, N, a form of ``kernels/linear.h``: returns (..., N), float32
-_library.define("linear_blocks(Tensor states, Tensor packed, int outputs, str form) -> Tensor")
+# states (..., K), a weight (N, K) packed, N or fewer, a form of ``kernels/linear.h``: returns (..., N), float32
+_library.define("linear_blocks(Tensor states, Tensor packed, SymInt outputs, str form) -> Tensor")
 
 
 @torch.library.register_fake("specinfer::linear", lib=_library)
@@ -206,7 +206,7 @@ def teach_compiler() -> None:
         return reshaped(product, [*before, sizes_of(like)[0]])
 
     @lowering(torch.ops.specinfer.linear_blocks)
-    def lower_blocks(states: Any, packed: Any, outputs: int, form: str) -> Any:
+    def lower_blocks(states: Any, packed: Any, outputs: Any, form: str) -> Any:
         *before, size = sizes_of(states)
         flat = contiguous(reshaped(states, [-1, size]))
         function = f"linear_{'bf16' if form == 'rounded' else form}"
@@ -214,7 +214,7 @@ def teach_compiler() -> None:
         return reshaped(product, [*before, outputs])
 
     @lowering(torch.ops.specinfer.packed_linear)
-    def lower_packed(states: Any, packed: Sequence[Any], outputs: Sequence[int]) -> Any:
+    def lower_packed(states: Any, packed: Sequence[Any], outputs: Sequence[Any]) -> Any:
         *before, size = sizes_of(states)
         flat, width = contiguous(reshaped(states, [-1, size])), sum(outputs)
         inputs = [flat, *map(in_memory, packed)]
