@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from specinfer.common.display import Displayed, draw
+from specinfer.common.token_text import Tokenizer
 from specinfer.errors import TreeError
 from specinfer.tree.nodes import Distributions, Draws, Listed, Nodes, ancestors, depth_first, depths_of, in_order
 
@@ -79,7 +80,7 @@ class TokenTree(Displayed):
     depths: np.ndarray
     scores: np.ndarray
     distributions: Distributions
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
     draft_names: Sequence[str] = ()
 
     def __init__(
@@ -117,11 +118,11 @@ class TokenTree(Displayed):
         names = ("tokens", "parents", "depths", "scores", "distributions")
         vars(self).update({name: getattr(nodes, name) for name in names}, nodes=nodes, kind=kind)
 
-    def set_display(self, tokenizer: Any, draft_names: Sequence[str]) -> None:
+    def set_display(self, tokenizer: Tokenizer | None, draft_names: Sequence[str]) -> None:
         """Take note of how tokens and drafts are shown."""
         vars(self).update(tokenizer=tokenizer, draft_names=draft_names)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """Pickle what it is, and not how it is shown."""
         return {name: value for name, value in vars(self).items() if name not in ("tokenizer", "draft_names")}
 
@@ -302,7 +303,7 @@ class TokenTree(Displayed):
             return 1.0
         return min(1.0, exp(self.scores[node] - self.scores[self.parents[node]]))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Return the tree as lists for JSON, from which `from_dict` makes an equal tree."""
         return {
             "kind": str(self.kind),

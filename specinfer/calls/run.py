@@ -4,7 +4,6 @@ Knows: the requests of a call, streamers of transformers.  Does not know: how th
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -57,7 +56,7 @@ class Run:
         """Stop decoding and release the caches."""
         self._scheduler.close()
 
-    def finish(self, streamer: Any = None) -> None:
+    def finish(self, streamer: object = None) -> None:
         """Decode to the end and feed a ``transformers`` streamer, if given: the prompt, then tokens, then the end.
 
         Raises:

@@ -7,8 +7,8 @@ Does not know: how text is decoded, how a turn begins with what the last one rea
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -39,7 +39,7 @@ def chat(
     system: Annotated[str | None, Option(help="A system message.", show_default="the chat template's")] = None,
 ) -> None:
     """Talk to the target; accepted tokens have the colour of their draft. Earlier turns are not read again."""
-    conversation = Chat(models.decoder(grown=trees.policy), system, asdict(sampling))
+    conversation = Chat(models.decoder(grown=trees.policy), system, sampling)
     if sys.stdin.isatty():
         print(f"{conversation.legend}\n/help lists commands", file=sys.stderr)
     for line in lines():
@@ -74,19 +74,19 @@ class Chat:
     Args:
         decoder: whose target answers.
         system: the system message, if any.
-        asked: options of every answer.
+        sampling: options of every answer.
 
     Raises:
         InputError: the target has no chat template.
     """
 
-    def __init__(self, decoder: "SpeculativeDecoder", system: str | None, asked: dict[str, Any]) -> None:
+    def __init__(self, decoder: "SpeculativeDecoder", system: str | None, sampling: options.Sampling) -> None:
         from specinfer.viz.style import SHAPES, TERMINAL, by_draft
         from specinfer.viz.text import in_colours
 
         if not getattr(decoder.tokenizer, "chat_template", None):
             raise InputError("this target has no chat template, so it takes no turns: use `specinfer generate`")
-        self.decoder, self.asked = decoder, asked
+        self.decoder, self.sampling = decoder, sampling
         self.beginning = [{"role": "system", "content": system}] if system else []
         names = enumerate(draft.name for draft in decoder.drafts) if in_colours(sys.stdout) else ()
         self.looks = {name: (SHAPES[number % len(SHAPES)], TERMINAL[by_draft(number)]) for number, name in names}
@@ -138,7 +138,7 @@ class Chat:
         from specinfer.viz.text import painted
 
         messages = [*self.messages, {"role": "user", "content": text}]
-        run = Run([self.decoder.prepare(messages, **self.asked)], store=self.store)
+        run = Run([self.decoder.prepare(messages, **asdict(self.sampling))], store=self.store)
         with busy("reading"):
             try:
                 for piece, author in authored(run, self.decoder.tokenizer):
@@ -166,10 +166,10 @@ class Chat:
         """Set or show the seed."""
         if number:
             try:
-                self.asked["seed"] = int(number)
+                self.sampling = replace(self.sampling, seed=int(number))
             except ValueError:
                 raise InputError(f"/seed {number} is not a seed: give a whole number") from None
-        print(f"seed {self.asked['seed']}{'' if self.asked['temperature'] else ', of no effect at temperature 0'}")
+        print(f"seed {self.sampling.seed}{'' if self.sampling.temperature else ', of no effect at temperature 0'}")
 
     def new(self, _: str = "") -> None:
         """Begin a new conversation."""

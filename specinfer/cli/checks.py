@@ -79,13 +79,13 @@ def check_draft(
         from specinfer.evaluation.doctor import PROMPTS
         from specinfer.evaluation.doctor import check_draft as run
 
-    kind = plot and _picture_kind(plot)
+    kind = _picture_kind(plot) if plot else None
     texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] or list(PROMPTS)
     drafts = [_unrefused(name, layers.dtype, layers.device, quantize) for name in draft or ["bundled"]]
     decoder = options.load_decoder(target, drafts, quantize=quantize, **layers.loading())
     report = run(decoder, texts, max_new_tokens=max_new_tokens, progress=Bars())
     if plot is not None:
-        report.plot().figure.savefig(drawn := BytesIO(), format=kind, dpi=150)
+        report.plot().figure.canvas.print_figure(drawn := BytesIO(), format=kind, dpi=150)
         write_whole(plot, drawn.getvalue())
     print_json(report.to_dict()) if as_json else print(report)
 

@@ -49,7 +49,7 @@ def storing(path: Path) -> Iterator[None]:
         raise InputError(f"cannot write {path} ({reason}): choose a folder that can be written") from error
 
 
-def checked_path(path: Any) -> Path:
+def checked_path(path: str | os.PathLike[str]) -> Path:
     """Return the path of a file, with ~ expanded; raise `InputError` for what no file can be called."""
     with suppress(TypeError, ValueError, RuntimeError):  # the last if there is no home
         found = Path(os.path.expanduser(os.fspath(path)))

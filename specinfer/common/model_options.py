@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -49,7 +49,7 @@ DEVICES: dict[str, Callable[[], int]] = {
 PLANS = ("auto", "balanced", "balanced_low_0", "sequential")  # words for device maps
 
 
-def checked_options(given: Mapping[str, object], others: Iterable[str] = ()) -> dict[str, Any]:
+def checked_options(given: Mapping[str, object], others: Iterable[str] = ()) -> dict[str, object]:
     """Return the options to pass on to transformers.
 
     Args:
@@ -80,7 +80,9 @@ def _advice(name: str, others: Iterable[str]) -> str:
     return where_to_give(name, [*PASSED_ON, *others], {"`generate`": vars(GenerationConfig())}, passed)
 
 
-def checked_placement(device_map: object, max_memory: object, offload_folder: object, device: object) -> dict[str, Any]:
+def checked_placement(
+    device_map: object, max_memory: object, offload_folder: str | os.PathLike[str] | None, device: object
+) -> dict[str, object]:
     """Return what tells transformers where layers go; nothing without a device map.
 
     Raises:
@@ -147,7 +149,7 @@ def _sizes(max_memory: object) -> dict[int | str, int]:
         raise ModelError(f"max_memory={dict(max_memory)!r:.60}: {error}") from None
 
 
-def _folder(folder: Any) -> str:
+def _folder(folder: str | os.PathLike[str]) -> str:
     """Return a folder's path; it is there then, and can be written."""
     try:
         path = Path(os.path.expanduser(os.fspath(folder)))

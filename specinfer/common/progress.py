@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Display
     from rich.progress import ProgressColumn
 
-Figures: TypeAlias = dict[str, Any]  # by name, such as "tokens"
+Figures: TypeAlias = dict[str, Any]  # by name: "tokens", for example
 Progress: TypeAlias = Callable[[str, int, int, Figures], None]  # (stage, number done, of all, figures)
 Work = TypeVar("Work")
 

@@ -18,7 +18,7 @@ from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -47,13 +47,13 @@ class Ranks:
         stages: parts of the layers; each process holds one of them (pipeline parallel).
     """
 
-    def __init__(self, group: Any = None, busy: Any = None, stages: int = 1) -> None:
-        self.group, self.busy, self.stages = group, busy, stages
+    def __init__(self, group: "dist.ProcessGroup | None" = None, busy: Lock | None = None, stages: int = 1) -> None:
+        self.group, self.busy, self.stages = group, busy or Lock(), stages
         self.size = 1 if group is None else dist.get_world_size(group)
         self.is_first = group is None or dist.get_rank(group) == 0
 
     @classmethod
-    def of(cls, model: Any) -> "Ranks":
+    def of(cls, model: object) -> "Ranks":
         """Return the processes that a model's weights are spread over, from what transformers notes on the model.
 
         Raises:
@@ -74,7 +74,7 @@ class Ranks:
         return cls(*shared, sizes.get("pp", 1))
 
     @contextmanager
-    def together(self, *values: Any) -> Iterator[None]:
+    def together(self, *values: object) -> Iterator[None]:
         """Run a pass that all processes run, after a check that they are about to run the same one.
 
         Args:
@@ -130,7 +130,7 @@ class Ranks:
 
 ALONE = Ranks()
 # by world: its group for what is agreed on, and what its passes hold
-_shared: WeakKeyDictionary[object, tuple[object, Lock]] = WeakKeyDictionary()
+_shared: WeakKeyDictionary[object, tuple["dist.ProcessGroup", Lock]] = WeakKeyDictionary()
 
 
 def _bytes(value: object) -> bytes:

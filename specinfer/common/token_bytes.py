@@ -7,7 +7,9 @@ Does not know: models, drafts, how text is cut into tokens.
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from specinfer.common.records import Record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +68,7 @@ def _reader(tokenizer: object) -> Callable[[str], bytes] | None:
     return sentence_piece if spaces else None
 
 
-def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, object]]:
+def _steps(decoder: Record) -> Iterator[Record]:
     """Yield the steps of a decoder of the ``tokenizers`` library, those of sequences one by one."""
     if decoder["type"] == "Sequence":
         for step in decoder["decoders"]:

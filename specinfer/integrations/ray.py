@@ -6,10 +6,11 @@ Ray places actors, moves blocks, starts a dead actor anew and gives it its block
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from specinfer.common.values import checked_count, checked_names
 from specinfer.decoder import SpeculativeDecoder, row_seeds
+from specinfer.engine.options import Options
 from specinfer.engine.scheduler import MAX_ROWS
 from specinfer.errors import InputError
 
@@ -79,7 +80,7 @@ def generate(
     return dataset.map_batches(
         _Generator,
         fn_constructor_args=(column, load, target, drafts, dict(load_options or {})),
-        fn_constructor_kwargs={**options, "max_rows": max_rows, "seed": row_seeds(seed, 1)[0]},
+        fn_constructor_kwargs={"seed": row_seeds(seed, 1)[0], "max_rows": max_rows, "options": options},
         batch_format="pyarrow",
         batch_size=block,
         compute=ActorPoolStrategy(size=concurrency),
@@ -108,10 +109,17 @@ class _Generator:
     """An actor's decoder."""
 
     def __init__(
-        self, column: str, load: Callable[..., SpeculativeDecoder], *given: Any, seed: int, **options: Any
+        self,
+        column: str,
+        load: Callable[..., SpeculativeDecoder],
+        target: str | None,
+        drafts: object,
+        load_options: dict[str, object],
+        seed: int,
+        max_rows: int,
+        options: Options,
     ) -> None:
-        target, drafts, load_options = given
-        self.column, self.seed, self.options = column, seed, options
+        self.column, self.seed, self.max_rows, self.options = column, seed, max_rows, options
         self.decoder = load(target, drafts, **load_options)
 
     def __call__(self, rows: "pyarrow.Table") -> "pyarrow.Table":
@@ -121,8 +129,8 @@ class _Generator:
         prompts = rows.column(self.column).to_pylist()
         seeds = rows.column("seed").to_pylist() if "seed" in rows.column_names else [self.seed] * len(prompts)
         asked = ({"prompt": prompt, "seed": seed} for prompt, seed in zip(prompts, seeds, strict=True))
-        found: dict[str, list[Any]] = {name: [None] * len(prompts) for name in COLUMNS}
-        for number, result, error in self.decoder.generate_many(asked, **self.options):
+        found: dict[str, list[object]] = {name: [None] * len(prompts) for name in COLUMNS}
+        for number, result, error in self.decoder.generate_many(asked, max_rows=self.max_rows, **self.options):
             found["error"][number] = error and str(error)
             if result is not None:
                 found["target_passes"][number] = result.stats.target_passes

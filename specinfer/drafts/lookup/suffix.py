@@ -77,7 +77,7 @@ class SuffixDraft(LookupDraft):
             self.memory.bind(tokenizer, target.vocab_size)
         return super().attach(target, tokenizer)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the longest context."""
         return {"max_context": self.max_context}
 

@@ -22,7 +22,8 @@ from specinfer.drafts.published.network import DraftNetwork, Mask
 from specinfer.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers, as transformers names them
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, object] = {
+    "layer_types": None,  # None: all attend to all tokens
     "target_size": None,  # of the states that it reads; None = hidden_size
     "layer_offset": 1,  # id i is the target's hidden_states[i + 1], the output of layer i
     "from_anchor": False,
@@ -37,15 +38,15 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def block_config(**fields: Any) -> LlamaConfig:
+def block_config(**fields: object) -> LlamaConfig:
     """Return a block head's configuration.
 
     Args:
         **fields: sizes as transformers names them (``hidden_size``, ``head_dim``, ``layer_types``, ...); and
             ``target_layer_ids``, ``block_size``, ``mask_token_id``; and those of `DEFAULTS` that differ.
     """
-    types = fields.get("layer_types") or [FULL] * fields["num_hidden_layers"]
-    config = LlamaConfig(**{**DEFAULTS, **fields, "layer_types": types, "attn_implementation": "sdpa"})
+    config = LlamaConfig.from_dict({**DEFAULTS, **fields}, attn_implementation="sdpa")
+    config.layer_types = config.layer_types or [FULL] * config.num_hidden_layers
     config.target_size = config.target_size or config.hidden_size
     return config
 

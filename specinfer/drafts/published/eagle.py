@@ -17,7 +17,7 @@ from transformers import Cache, LlamaConfig
 from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.eagle3 import eagle3_config, layer_config, layer_fields, read_weights
+from specinfer.drafts.published.eagle3 import eagle3_config, layer_fields, layers_of, read_weights
 from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, OpenSession
 
@@ -86,7 +86,7 @@ def load(checkpoint: Checkpoint) -> tuple[EagleNetwork, OpenSession]:
         ModelError: something is missing, unknown or contradictory.
     """
     weights = read_weights(checkpoint)
-    fields = layer_fields(checkpoint, layer_config(checkpoint), weights)
+    fields = layer_fields(layers_of(checkpoint), weights)
     config = eagle3_config(**fields, fc_bias=checkpoint.config.get("bias") is not False)  # absent, it is true
     with torch.device("meta"):
         network = EagleNetwork(config, None, "embed_tokens.weight" in weights, "lm_head.weight" in weights)

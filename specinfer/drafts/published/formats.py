@@ -8,18 +8,19 @@ A head is measured when it is first used with a target (`conventions`); what was
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, running
 from specinfer.common.files import cache_folder, parse_json, read_json, weights_digest, write_json
+from specinfer.common.records import Record
 from specinfer.drafts.head import target_fingerprint
 from specinfer.drafts.published.checkpoint import Checkpoint, hub_config
 from specinfer.drafts.published.conventions import LEAST, Convention, agreement, choose, write_text
@@ -79,7 +80,7 @@ class PublishedDraft(Draft):
     ) -> None:
         self.name, self.network, self.session, self.digest = name, network, session, digest
         self.convention, self.least = convention, LEAST
-        self.model: Any = None  # the bound network: a `TreeModel`, or itself if it runs behind no mask
+        self.model: object = None  # the bound network: a `TreeModel`, or itself if it runs behind no mask
         self.aux_layers: tuple[int, ...] = ()
         self.agreements: list[tuple[str, list[float]]] = []  # conventions, the one in use first, by agreement
         self.notes: tuple[str, ...] = ()
@@ -160,7 +161,7 @@ class PublishedDraft(Draft):
         return cache_folder() / "drafts" / f"{self.name}-{name}.json"
 
 
-def draft_config(name: str) -> Mapping[str, Any]:
+def draft_config(name: str) -> Record:
     """Return what ``config.json`` of a folder or of a repository of the hub says; {} if it cannot be read."""
     folder = Path(os.path.expanduser(name))
     with suppress(OSError, ValueError, ModelError):  # then it is tried as a language model, which says more
@@ -170,7 +171,7 @@ def draft_config(name: str) -> Mapping[str, Any]:
     return {}
 
 
-def may_be_head(config: Mapping[str, Any]) -> bool:
+def may_be_head(config: Record) -> bool:
     """Return whether a configuration may be a head's, and not a language model's."""
     architectures = " ".join(map(str, config.get("architectures") or ())).lower()
     return bool(

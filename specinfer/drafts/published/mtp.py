@@ -45,7 +45,7 @@ class MtpNetwork(AutoregressiveNetwork):
         """The floating type of the layer."""
         return self.model.layers[0].eh_proj.weight.dtype
 
-    def get_input_embeddings(self) -> Any:
+    def get_input_embeddings(self) -> object:
         """Return the target's embedding."""
         return self.model.embed_tokens
 
@@ -84,7 +84,7 @@ class MtpNetwork(AutoregressiveNetwork):
         """Return logits (..., V) of states that are handed on (..., H), as the target does, with its scaling."""
         return self.model._project_to_logits(states if self.chains_normed else self._normed(states))
 
-    def _rotary(self, embedded: Tensor, position_ids: Tensor) -> Any:
+    def _rotary(self, embedded: Tensor, position_ids: Tensor) -> object:
         """Return the target's cosines and sines at positions; None if it has none."""
         if self.model.rotary_emb is None:
             return None

@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from types import SimpleNamespace
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +116,7 @@ class DraftNetwork(nn.Module):
         """Return a copy in a target's dtype that is bound to it; weights that fit as they are, are shared."""
         return moved_copy(self, target).bind(target)
 
-    def get_input_embeddings(self) -> Any:
+    def get_input_embeddings(self) -> object:
         """Return what holds the embedding, as transformers' models do."""
         return SimpleNamespace(weight=self.embedding)
 

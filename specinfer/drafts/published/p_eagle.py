@@ -18,7 +18,7 @@ from specinfer.attention import TreeModel
 from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.language_model import CATCH_UP, HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint
-from specinfer.drafts.published.eagle3 import Eagle3Network, layer_config, load_network, read_weights
+from specinfer.drafts.published.eagle3 import Eagle3Network, layers_of, load_network, read_weights
 from specinfer.drafts.published.network import OpenSession
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Clocked, Committed, DraftContext, Scored, States
@@ -124,7 +124,7 @@ def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, OpenSession]:
     """
     weights = read_weights(checkpoint)
     mask = weights.get("mask_hidden")
-    size = checkpoint.size("target_hidden_size", default=checkpoint.size("hidden_size", of=layer_config(checkpoint)))
+    size = checkpoint.size("target_hidden_size", default=layers_of(checkpoint).size("hidden_size"))
     if mask is not None and mask.numel() % size == 0:
         weights["mask_hidden"] = mask.reshape(-1, size)
     network = load_network(checkpoint, weights, PEagleNetwork)
@@ -144,4 +144,4 @@ def _mask_token_id(checkpoint: Checkpoint, vocab_size: int) -> int:
 def _depth(checkpoint: Checkpoint) -> int:
     """Return how many depths a checkpoint was made to predict."""
     methods = (checkpoint.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return checkpoint.size("speculative_tokens", default=DEPTH, of=methods[0])
+    return checkpoint.part(methods[0]).size("speculative_tokens", default=DEPTH)

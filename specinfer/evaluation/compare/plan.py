@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specinfer import loading
 from specinfer.common.files import weights_digest
@@ -19,6 +19,7 @@ from specinfer.evaluation.compare.methods import METHODS
 from specinfer.evaluation.compare.prompts import read_prompt_file
 from specinfer.evaluation.paper_figures import ALL
 from specinfer.evaluation.provenance import machine
+from specinfer.prompts import OnePrompt
 
 TEXTS = "texts"  # the set of prompts that were given as text
 
@@ -30,7 +31,7 @@ class Job(NamedTuple):
     set: str
     seed: int  # the prompt's index in its set
     id: str
-    prompt: Any
+    prompt: OnePrompt
     temperature: float
 
     @property
@@ -39,7 +40,7 @@ class Job(NamedTuple):
         return self.set, self.seed, self.temperature
 
     @property
-    def where(self) -> dict[str, Any]:
+    def where(self) -> dict[str, object]:
         """What its record says of it."""
         return {"set": self.set, "place": self.seed, "id": self.id, "temperature": self.temperature}
 
@@ -98,7 +99,7 @@ class Plan:
         """The prompts that were given as text."""
         return [prompt for prompt in self.prompts if not isinstance(prompt, Path)]
 
-    def sets(self) -> dict[str, list[tuple[str, Any]]]:
+    def sets(self) -> dict[str, list[tuple[str, OnePrompt]]]:
         """Return set -> (id, prompt), read from the files; texts are a set of their own.
 
         Raises:
@@ -135,7 +136,7 @@ class Plan:
         blocks = [column[start : start + rows] for column in columns for start in range(0, len(column), rows)]
         return sorted(blocks, key=lambda block: block[0].number)
 
-    def settings(self, jobs: Sequence[Job]) -> dict[str, Any]:
+    def settings(self, jobs: Sequence[Job]) -> dict[str, object]:
         """Return what all figures of one folder have in common, JSON-ready: models, methods, prompts, machine."""
         device, target = loading.resolve_device(self.device), self.target or loading.DEFAULT_TARGET
         named = {name: loading.local_folder(name) for name in (target, *self.drafts, self.assistant) if name}

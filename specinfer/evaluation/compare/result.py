@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specinfer.common.display import draw
 from specinfer.common.records import Record
@@ -16,6 +16,10 @@ from specinfer.common.values import installed
 from specinfer.errors import InputError, one_line
 from specinfer.evaluation.compare.prompts import records_of
 from specinfer.evaluation.compare.report import parts, summarise
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from pandas import DataFrame
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,7 @@ class Comparison(Tabular):
         """Return settings and records, JSON-ready: ``Comparison(**comparison.to_dict())`` is equal."""
         return {"settings": self.settings, "records": self.records}
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> "DataFrame":
         """Return a data frame: a row per set, temperature and method, figures as named in `summary`.
 
         An interval is three columns: ``tokens_per_pass``, ``tokens_per_pass_low``, ``tokens_per_pass_high``.
@@ -104,7 +108,7 @@ class Comparison(Tabular):
             for method, figures in group["methods"].items()
         )
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw tokens per target pass and speed-up of every method (`plots.plot_compare`); return the Axes.
 
         Raises:

@@ -5,11 +5,14 @@ Knows: figures.  Does not know: how anything was measured, what is concluded (`v
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specinfer.common.display import draw
 from specinfer.common.tables import Table, Tabular
 from specinfer.evaluation.doctor.pass_costs import PassCosts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,7 @@ class DraftReport(Tabular):
         found = asdict(self) | {"passes": self.passes._asdict()}
         return found | {"drafts": [each | {"best": size} for each, size in zip(drafts, best, strict=True)]}
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw tokens per pass and speed-up by size of the tree (`plots.plot_drafts`); return the Axes.
 
         Raises:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -168,15 +168,16 @@ class TraceText:
     @classmethod
     def from_file(cls, path: Path) -> "TraceText":
         """Read what `to_bytes` made."""
-        columns: dict[str, dict[str, Any]] = {}  # by draft; "" are the text's
+        columns: dict[str, dict[str, np.ndarray]] = {}  # by draft; "" are the text's
         with safe_open(path, "np") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 draft, _, column = name.rpartition(".")
                 columns.setdefault(draft, {})[column] = file.get_tensor(name)
             seed = int(file.metadata()["seed"])
         text = columns.pop("")
-        ids = {name: text.pop(name).tolist() for name in ("prompt_ids", "token_ids")}
-        return cls(seed=seed, drafted=tuple(Drafted(**columns[str(i)]) for i in range(len(columns))), **ids, **text)
+        prompt_ids, token_ids = (text.pop(name).tolist() for name in ("prompt_ids", "token_ids"))
+        drafted = tuple(Drafted(**columns[str(i)]) for i in range(len(columns)))
+        return cls(prompt_ids=prompt_ids, token_ids=token_ids, seed=seed, drafted=drafted, **text)
 
 
 class StoredTexts(Sequence[TraceText]):
@@ -192,9 +193,16 @@ class StoredTexts(Sequence[TraceText]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: Any) -> Any:
-        found: Any = self.numbers[index]
-        return StoredTexts(self.folder, found) if isinstance(index, slice) else self.read(found)
+    @overload
+    def __getitem__(self, index: int) -> TraceText: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "StoredTexts": ...
+
+    def __getitem__(self, index: int | slice) -> "TraceText | StoredTexts":
+        if isinstance(index, slice):
+            return StoredTexts(self.folder, self.numbers[index])
+        return self.read(self.numbers[index])
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ def plot_calibration(curve: CalibrationCurve | Iterable[CalibrationCurve], ax: A
         raise InputError("plot_calibration draws a CalibrationCurve, or a list of them, each with observations")
     ax = draw.axes_of(ax, 4.2, 4.6)
     lower = draw.lower_part(ax, 0.25)
-    handles: list[Any] = ax.plot([0, 1], [0, 1], color=draw.GREY, lw=0.9, ls="--", zorder=0, label="calibrated")
+    handles: list[object] = [*ax.plot([0, 1], [0, 1], color=draw.GREY, lw=0.9, ls="--", zorder=0, label="calibrated")]
     width = 0.7 / max(len(each.count) for each in curves) / len(curves)
     for i, each in enumerate(curves):
         handles.append(_draw_curve(ax, lower, each, i, (i + 0.5 - len(curves) / 2) * width, width))
