@@ -1,4 +1,4 @@
-"""What a drawing of a token tree shows, whoever paints it: the nodes, their states and marks, and the layout.
+"""The content of a drawing of a token tree, whoever paints it: the nodes, their states and marks, and the layout.
 
 This module knows nodes, parents and the columns that a text takes.  It does not know tokenizers, colours or pixels: it
 is handed a function from token id to text.
@@ -16,7 +16,7 @@ from unicodedata import east_asian_width
 from specinfer.tree.tidy import tidy
 
 BONUS = "bonus"  # the state of the target's own token
-STATES = {  # what became of a node: its mark, and the words of a legend
+STATES = {  # the fate of a node: its mark, and the words of a legend
     "root": ("", "root"),
     "drafted": ("", "drafted"),
     "accepted": ("✓", "accepted"),
@@ -74,7 +74,7 @@ class TreeDrawing:
         Args:
             tree: of N nodes.
             text: from token id to text.
-            states: (N,) what became of the nodes; None = not verified yet.
+            states: (N,) the nodes' fates; None = not verified yet.
             bonus: the text of the bonus token.
             end: the node that the bonus token follows.
             by_hand: the draft id of nodes that no draft proposed: they have no probability.
@@ -116,5 +116,5 @@ def columns(text: str) -> int:
 
 
 def percent(probability: float) -> str:
-    """Return a probability in at most four characters, such as 62%; <1% where it would round to 0 and is not."""
+    """Return a probability in at most four characters (62%); <1% where it would round to 0 and is not."""
     return "<1%" if 0 < probability < 0.005 else f"{probability:.0%}"

@@ -1,4 +1,4 @@
-"""The token tree: what a draft proposes and one pass of the target scores.
+"""The token tree, which a draft proposes and one pass of the target scores.
 
 Knows: token ids, log-probabilities, and which draft drew what.  Does not know: models, text, tensors.
 A tree is host data and never changes.  The engine works on the trees of a whole batch (`Forest`).
@@ -67,7 +67,7 @@ class TokenTree(Displayed):
         tokens, parents, scores, distributions, kind: as given; arrays are read-only.
         depths: (N,) int64; 0 at the root.
         nodes: the tree as arrays.
-        tokenizer, draft_names: of the result that it belongs to, for display alone; no part of what it is.
+        tokenizer, draft_names: of the result that it belongs to, for display alone; no part of its value.
 
     Raises:
         TreeError: an invariant is violated; the message names the node.
@@ -123,7 +123,7 @@ class TokenTree(Displayed):
         vars(self).update(tokenizer=tokenizer, draft_names=draft_names)
 
     def __getstate__(self) -> dict[str, object]:
-        """Pickle what it is, and not how it is shown."""
+        """Pickle its value, and not how it is shown."""
         return {name: value for name, value in vars(self).items() if name not in ("tokenizer", "draft_names")}
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -346,7 +346,7 @@ class TokenTree(Displayed):
 
 
 def check_ranked(kind: Kind) -> None:
-    """Raise TreeError unless nodes of such a tree may be chosen from."""
+    """Raise TreeError unless nodes of a tree of this kind may be chosen from."""
     if kind is not Kind.RANKED:
         raise TreeError(f"a {kind} tree must be verified whole: choosing among drawn nodes biases the output")
 

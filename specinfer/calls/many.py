@@ -1,4 +1,4 @@
-"""Any number of prompts through one scheduler: results as they finish, a few rows at a time.
+"""Many prompts through one scheduler: results as they finish, a few rows at a time.
 
 Knows: where prompts come from, which request is whose, what to do with a bad prompt.
 Does not know: how requests join others, how they are decoded.

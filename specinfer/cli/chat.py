@@ -53,7 +53,7 @@ def chat(
 
 
 def lines() -> Iterator[str]:
-    """Yield what is typed, or stands on standard input, line by line; Ctrl-C drops a line."""
+    """Yield the lines that are typed, or stand on standard input; Ctrl-C drops a line."""
     typed = sys.stdin.isatty()
     if typed:
         with suppress(ImportError):
@@ -109,10 +109,10 @@ class Chat:
         return "   ".join([*signs, "the target's own"]) if signs else ""
 
     def take(self, line: str) -> bool:
-        """Answer a message or do what a command says; return whether the conversation goes on.
+        """Answer a message or follow a command; return whether the conversation goes on.
 
         Raises:
-            SpecinferError: it cannot be answered or done; what was said before stays.
+            SpecinferError: it cannot be answered or done; earlier messages stay.
         """
         name, _, value = line.partition(" ")
         commands: dict[str, Callable[[str], None]] = {
@@ -151,7 +151,7 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": self.result.text}]
 
     def stats(self, _: str = "") -> None:
-        """Print what speculation did for the last answer."""
+        """Print the figures of the last answer."""
         result = self._answered()
         known = result.stats.cached_tokens
         print(f"prompt: {len(result.prompt_ids)} tokens, {known} of them known from the turn before")

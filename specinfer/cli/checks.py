@@ -1,4 +1,4 @@
-"""``specinfer check-model``, ``check-draft``, ``compile`` and ``certify``: what comes before any text.
+"""``specinfer check-model``, ``check-draft``, ``compile`` and ``certify``: checks before any text.
 
 Knows: the options.
 Does not know: how models and drafts are checked, how models are compiled, how distributions are enumerated.

@@ -29,7 +29,7 @@ UNFINISHED = "unfinished"  # a result's end, if it was interrupted
 
 @dataclass(frozen=True)
 class Learning:
-    """What is kept of a text for later ones."""
+    """Files in which a text leaves something for later ones."""
 
     profile: Annotated[
         Path | None, Option(help="File of what auto learnt: used if it exists, so that runs repeat; otherwise written.")
@@ -51,7 +51,7 @@ class Learning:
         return Memory.load(self.memory) if self.memory.exists() else Memory()
 
     def keep(self, decoder: "SpeculativeDecoder", known: Path | None) -> None:
-        """Write what was learnt; a profile that was known stays as it is."""
+        """Write the profile, memory and drafts; a profile that was known stays as it is."""
         from specinfer.adaptive.policy import Auto
 
         if self.profile and not known and isinstance(decoder.policy, Auto):
@@ -106,7 +106,7 @@ def generate(
     sampling: options.Sampling,
     form: options.Form,
     penalty_alpha: Annotated[
-        float | None, Option(help="Contrastive search among --top-k candidates, with this penalty, such as 0.6.")
+        float | None, Option(help="Contrastive search among --top-k candidates, with this penalty (0.6, for example).")
     ] = None,
     confidence_gate: Annotated[
         float | None, Option(help="Draft only after tokens to which the target gave at least this probability.")
@@ -177,7 +177,7 @@ def _check_combination(given: SimpleNamespace) -> None:
 
 
 def streamed(stream: "TextStream", quiet: bool) -> "Result":
-    """Print the pieces of a text as they come; return the result, of what there is when Ctrl-C is pressed."""
+    """Print the pieces of a text as they come; return the result, cut off where Ctrl-C is pressed."""
     printed = 0
     with busy("generating"):
         try:
@@ -196,7 +196,7 @@ def streamed(stream: "TextStream", quiet: bool) -> "Result":
 
 
 def summarise(result: "Result", show_tree: bool) -> None:
-    """Print what speculation did, and the tree that gained most."""
+    """Print the figures of a result, and the tree that gained most."""
     print("\n", end="", flush=True)
     print(file=sys.stderr)
     print_stats(result, sys.stderr)
@@ -207,7 +207,7 @@ def summarise(result: "Result", show_tree: bool) -> None:
 
 
 def print_stats(result: "Result", file: TextIO) -> None:
-    """Print what speculation did, and why."""
+    """Print the figures of a result, with notes on them."""
     stats = result.stats
     contributions = stats.drafts if len(stats.drafts) > 1 else ()
     print(stats, *contributions, *(f"note: {note}" for note in stats.notes), sep="\n", file=file, flush=True)
@@ -243,7 +243,7 @@ def tree(
 
 
 def check_step(step: str) -> None:
-    """Raise `InputError` for what is neither a step's number nor the word for the best one."""
+    """Raise `InputError` for a word that is neither a step's number nor the one for the best step."""
     if step != BEST and (not step.isdecimal() or int(step) < 1):
         raise InputError(f"step {step!r} does not exist: give a number from 1 on, or {BEST}")
 

@@ -17,7 +17,7 @@ Message: TypeAlias = Mapping[str, object]
 
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text, by OpenAI's names
 REPR = 16  # characters that show how parts look in Python; the end is cut where an answer is continued
-BEGINNING = [{"role": "user", "content": "x"}]  # messages that show what a template's texts begin with
+BEGINNING = [{"role": "user", "content": "x"}]  # messages that show the beginning of a template's texts
 
 
 class ChatOptions(TypedDict, total=False):
@@ -30,7 +30,7 @@ class ChatOptions(TypedDict, total=False):
         enable_thinking: whether a model that thinks aloud does; the template must read it.
         chat_template_kwargs: other variables of the template, by name.
         sanitize_control_tokens: whether control tokens that messages spell out stay text.  Transformers before 5.23
-            know no such option.
+            does not know the option.
     """
 
     tools: Sequence[object] | None
@@ -63,7 +63,7 @@ def rendered(messages: Sequence[Message], tokenizer: Any, options: ChatOptions, 
 
     Raises:
         InputError: a content that is no text, or an option that the template does not read.
-        Exception: what tokenizers and templates raise.
+        Exception: of any kind, as tokenizers and templates raise them.
     """
     if not all(isinstance(message, Mapping) for message in messages):
         raise InputError("a message is not a dict: give each a role and a content")
@@ -137,7 +137,7 @@ def _as_read(messages: Sequence[Message], write: Callable[[Sequence[Message]], s
 
 
 def _is_written(messages: Sequence[Message], texts: Sequence[str], write: Callable[[Sequence[Message]], str]) -> bool:
-    """Return whether a template writes out what users say, and not how parts look in Python."""
+    """Return whether a template writes out the users' texts, and not how parts look in Python."""
     try:
         written = write(messages)
     except Exception:  # templates may raise anything
@@ -149,7 +149,7 @@ def _is_written(messages: Sequence[Message], texts: Sequence[str], write: Callab
 
 
 def _with(message: Message, content: object) -> Message:
-    """Return a message with its content in another form; what has none stays so."""
+    """Return a message with its content in another form; one without a content stays so."""
     return message if message.get("content") is None else {**message, "content": content}
 
 

@@ -1,4 +1,4 @@
-"""What tokens stand for: the bytes of their text, whichever way a tokenizer writes them.
+"""The meaning of tokens: the bytes of their text, whichever way a tokenizer writes them.
 
 Knows: byte-level tables (GPT-2), SentencePiece tables (a low line for a space, ``<0x0A>`` for a byte), added tokens.
 Does not know: models, drafts, how text is cut into tokens.
@@ -40,7 +40,7 @@ def sentence_piece(piece: str) -> bytes:
 
 
 def token_texts(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes | str] | None:
-    """Return what each token id stands for: bytes of text, or the name of a special token.
+    """Return the meaning of each token id: bytes of text, or the name of a special token.
 
     Args:
         tokenizer: of ``transformers``.

@@ -1,4 +1,4 @@
-"""How a call says what its text may be: a JSON schema, a grammar, a regex or a list of strings, one of them.
+"""The grammar that a call asks for: a JSON schema, a grammar, a regex or a list of strings, one of them.
 
 Knows: the options, among them OpenAI's ``response_format``, and their shapes.
 Does not know: whether a grammar has mistakes, how it is compiled and followed.
@@ -37,7 +37,7 @@ class GrammarOptions(TypedDict, total=False):
 
 
 class Grammar(NamedTuple):
-    """What a text may be.
+    """The grammar of a text.
 
     Attributes:
         kind: "json_schema", "grammar" or "regex".
@@ -51,7 +51,7 @@ class Grammar(NamedTuple):
 
 
 def asked(options: GrammarOptions) -> Grammar | None:
-    """Return what a call's options ask for; None if the text is free.
+    """Return the grammar that a call's options ask for; None if the text is free.
 
     Raises:
         SamplingError: two of them, or one that has another shape.

@@ -179,7 +179,7 @@ class GuidanceMatcher:
         return mask
 
     def _answer(self, ask: Callable[[], T]) -> T:
-        """Return what llguidance answers; where it has met its limits, once more, with a lexer of this text alone.
+        """Return llguidance's answer; where it has met its limits, once more, with a lexer of this text alone.
 
         Raises:
             SamplingError: this text meets the limits by itself; the reason is llguidance's.

@@ -57,7 +57,7 @@ def generate(
         load: called in its place with target, drafts and ``load_options``, for models of your own.
         load_options: more of its arguments, for example ``{"dtype": "float32", "tree": None}``.
         concurrency: actors.
-        num_cpus, num_gpus: of each actor; it computes with so many threads.
+        num_cpus, num_gpus: of each actor, which computes with ``num_cpus`` threads.
         block: rows that an actor takes at a time.
         max_rows: rows decoded at a time.
         seed: the same for every row, unless the dataset has a column "seed".
@@ -67,9 +67,9 @@ def generate(
         the dataset with the columns "text", "token_ids", "finish_reason", "seed", "target_passes" and "error".
 
     Raises:
-        InputError: Ray Data is not installed; not a dataset, no such column, columns that would be overwritten, or a
-            number out of range.
-        ray.exceptions.RayTaskError: later, when it is consumed: what is wrong with every row, or with a model.
+        InputError: Ray Data is not installed; this is no dataset, it lacks the column or has one that would be
+            overwritten; or a number is out of range.
+        ray.exceptions.RayTaskError: later, when it is consumed: every row is refused, or a model cannot be loaded.
     """
     _check(dataset, column)
     from ray.data import ActorPoolStrategy
@@ -123,7 +123,7 @@ class _Generator:
         self.decoder = load(target, drafts, **load_options)
 
     def __call__(self, rows: "pyarrow.Table") -> "pyarrow.Table":
-        """Return the rows with what was generated for them."""
+        """Return the rows with the texts that were generated for them."""
         import pyarrow
 
         prompts = rows.column(self.column).to_pylist()

@@ -28,7 +28,7 @@ from specinfer.tree import Policy
 
 Given = TypeVar("Given")
 
-# What transformers prepares for every causal model, and the engine does not need.
+# Inputs that transformers prepares for every causal model, and the engine does not need.
 _PREPARED = ("cache_position", "logits_to_keep", "use_cache")
 
 
@@ -75,13 +75,13 @@ def custom_generate(
         target_tokenizer: needed if the draft has another one: ``draft_model=ModelDraft(model, its tokenizer)``.
         assistant_model: the draft model by transformers' name.
         streamer: a transformers streamer, for one row, that has the prompt already.
-        **model_inputs: what transformers prepared for the model; ``attention_mask`` (B, T) says what is padding.
+        **model_inputs: as transformers prepared them; ``attention_mask`` (B, T) is 0 at padding.
 
     Returns:
         Tensor (B, T + new), right-padded with the pad token, or `SpeculativeOutput`.
 
     Raises:
-        SpecinferError: what the decoder raises; two drafts or streamers; token types or positions that matter.
+        SpecinferError: as the decoder; two drafts or streamers; token types or positions that matter.
     """
     kept = _kept_back(input_ids)
     assistant_model, streamer = kept.get("assistant_model", assistant_model), kept.get("streamer", streamer)

@@ -44,7 +44,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes at most.
+    """The most that a server takes.
 
     Attributes:
         max_rows: texts decoded at a time.
@@ -101,11 +101,11 @@ class Events(StreamingResponse):
 
 
 class Server:
-    """What answers requests.
+    """The application that answers requests.
 
     Args:
         served: the model.
-        limits: what is taken at most.
+        limits: the most that is taken.
     """
 
     def __init__(self, served: Served, limits: Limits) -> None:
@@ -123,7 +123,7 @@ class Server:
 
     @property
     def routes(self) -> list[Route]:
-        """What may be asked for."""
+        """The paths that may be asked for."""
         return [
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.complete, methods=["POST"]),
@@ -258,10 +258,10 @@ def application(
 
     Args:
         decoder: with a tokenizer.  While the application lives, only it may use the decoder.
-        name: of the model, for clients; by default what the target is called.
+        name: of the model, for clients; by default the target's.
         context: tokens of a prompt and its text at most; by default the target's context.
         max_tokens: of a text whose request names no number; by default the rest of the context.
-        limits: what is taken at most.
+        limits: the most that is taken.
         keys: one of them is to be sent with every request but those for ``/health``.
         hosts: without keys, names of the host that are answered to; any if there are none.
         origins: of pages in browsers that may ask.
@@ -282,7 +282,7 @@ def application(
 
 
 def _client(request: Request) -> str:
-    """Return what tells the owners of keys apart, and no key."""
+    """Return a digest that tells the owners of keys apart without the keys."""
     return sha256(request.headers.get("authorization", "").encode()).hexdigest()
 
 

@@ -29,8 +29,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field
 NAMED = {"content": "content", **dict.fromkeys(REASONING, REASONING[0])}  # parts by the fields of templates
 NAME, ARGUMENTS = "sample_function", {"sample_argument": "sample value"}  # of calls that templates write
 SAMPLE = {"id": "sample001", "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
-CALLED = {"name": NAME, "arguments": json.dumps(ARGUMENTS)}  # what is read of it
-CALL = re.compile(f"{NAME}(.*?){re.escape(CALLED['arguments'])}", re.DOTALL)  # what is written
+CALLED = {"name": NAME, "arguments": json.dumps(ARGUMENTS)}  # as the parser reads it
+CALL = re.compile(f"{NAME}(.*?){re.escape(CALLED['arguments'])}", re.DOTALL)  # as templates write it
 NAMES = "[A-Za-z0-9_.:/-]+"  # of functions: every template writes them as they are
 AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as `json.dumps` does
 MOST = 16  # calls in one text: without an end, small models repeat them to the context's
@@ -63,7 +63,7 @@ class Deltas:
         return parts + (self._parsed(lambda: parser.finalize()[1]) if ended and self.parser else [])
 
     def _parsed(self, parse: Callable[[], list[dict[str, Any]]], text: str = "") -> list[Delta]:
-        """Return the parts that the parser finds; of what it refuses, the text."""
+        """Return the parts that the parser finds; of a text that it refuses, the text itself."""
         content = self._call + text
         try:
             return [delta for event in parse() if (delta := self._delta(event))]
@@ -179,7 +179,7 @@ class Forced:
 
     @property
     def _ends(self) -> str:
-        """A pattern of what ends a text."""
+        """A pattern of the tokens that end a text."""
         given = self.decoder.target.model.generation_config.eos_token_id
         ids = given if isinstance(given, list) else [given]
         texts = [self.decoder.tokenizer.decode([token]) for token in ids if token is not None]

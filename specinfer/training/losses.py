@@ -1,4 +1,4 @@
-"""What drafts learn: losses against a target's distribution or its chosen tokens.
+"""The losses of drafts, against a target's distribution or its chosen tokens.
 
 Knows: draft steps, columns to learn, hit rates.  Does not know: optimisation, where texts come from, files.
 

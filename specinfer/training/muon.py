@@ -2,8 +2,8 @@
 
 Knows: gradients.  Does not know: models, schedules.
 
-`torch.optim.Muon` orthogonalises in bfloat16.  A processor that has no such products takes ten times as long over them,
-and longer than over the forward and backward passes of a head.  Here the same steps are made in float32.
+`torch.optim.Muon` orthogonalises in bfloat16.  A processor without bfloat16 products takes ten times as long over the
+steps, longer than over the forward and backward passes of a head.  Here the same steps are made in float32.
 """
 
 from math import sqrt

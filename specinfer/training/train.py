@@ -49,7 +49,7 @@ def train_head(
         target: the target model.
         tokenizer: its tokenizer.
         shards: texts with states (`data`); the last of the states must be the target's output.
-        job: what to train.
+        job: of the training.
         progress: called after every step.
 
     Raises:

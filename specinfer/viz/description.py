@@ -1,4 +1,4 @@
-"""What there is to show of a tree, a step, a result or an inspection: one description for all painters.
+"""The description of a tree, a step, a result or an inspection: one for all painters.
 
 Knows: trees, steps, results, inspections, a tokenizer.  Does not know: HTML, pictures.
 
@@ -60,7 +60,7 @@ INSPECTED = ("p", "ratio", "noise", "margin", "tests")
 
 @dataclass(frozen=True)
 class DrawnStep:
-    """One tree and what became of it, whatever it came from."""
+    """One tree and its fate, whatever it came from."""
 
     tree: TokenTree
     drawing: TreeDrawing
@@ -111,14 +111,14 @@ class DrawnStep:
 
 @dataclass(frozen=True)
 class Description:
-    """What there is to show.
+    """The description of a thing to show.
 
     Attributes:
-        thing: what was described.
+        thing: that was described.
         drafts: names by draft id.
         steps: one per tree.
         tokenizer: from ids to text; None shows ids.
-        result: what the steps belong to, if that is known.
+        result: that the steps belong to, if it is known.
     """
 
     thing: object
@@ -153,7 +153,7 @@ class Description:
 
     @property
     def rule(self) -> str | None:
-        """What decided, where the nodes tell: "greedy", "coupled" or "coins"."""
+        """The rule that decided, where the nodes tell: "greedy", "coupled" or "coins"."""
         record = self.best.record
         if not isinstance(record, StepInspection):
             return None
@@ -166,7 +166,7 @@ class Description:
         return ["✎" if name == BY_HAND else SHAPES[draft % len(SHAPES)] for draft, name in enumerate(self.drafts)]
 
     def legend(self, steps: Iterable[DrawnStep]) -> list[list[str]]:
-        """Return what shapes and marks mean, as [sign, words], as far as they occur in some steps."""
+        """Return the meaning of shapes and marks, as [sign, words], as far as they occur in some steps."""
         nodes = [node for step in steps for node in step.drawing.nodes]
         drafts = sorted({draft for node in nodes for draft in node.drafts})
         states = {node.state for node in nodes} - {"root", "drafted"}
@@ -210,11 +210,11 @@ class Description:
 
 
 def describe(thing: Shown, tokenizer: Tokenizer | None = None) -> Description:
-    """Describe what there is to show of a thing.
+    """Describe a thing for painters.
 
     Args:
-        thing: what to show.
-        tokenizer: from ids to text; by default what the thing was made with, else ids are shown.
+        thing: to show.
+        tokenizer: from ids to text; by default the one that the thing was made with, else ids are shown.
     """
     result = thing if isinstance(thing, Result) else getattr(thing, "result", None)
     tokenizer = tokenizer or getattr(thing if result is None else result, "tokenizer", None)
@@ -304,7 +304,7 @@ def _inspected(step: StepInspection) -> dict[str, object]:
 
 
 def _short(value: object) -> object:
-    """Return numbers in three digits, whatever they stand in; None for what JSON has no word for."""
+    """Return numbers in three digits, whatever they stand in; None for infinities and NaN, which JSON lacks."""
     return mapped(value, lambda leaf: leaf if not isinstance(leaf, float) else _digits(leaf))
 
 

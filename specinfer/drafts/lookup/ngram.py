@@ -9,7 +9,7 @@ from specinfer.engine.draft import DraftContext
 
 
 class NGramDraft(LookupDraft):
-    """Prompt lookup as a tree: what followed earlier occurrences of the last 1, 2, ... ``max_ngram`` tokens.
+    """Prompt lookup as a tree: successors of earlier occurrences of the last 1, 2, ... ``max_ngram`` tokens.
 
     Args:
         max_ngram: longest context looked up, in tokens; at least 1.

@@ -27,7 +27,7 @@ LISTED = 4  # names of weights in a message
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published draft: what it is called, what its configuration says, where its weights are."""
+    """A published draft: its name, its folder, its configuration."""
 
     name: str
     folder: Path
@@ -115,7 +115,7 @@ def assign(checkpoint: Checkpoint, network: nn.Module, weights: Mapping[str, Ten
     """Give a network on the meta device its weights, all of them and no others.
 
     Raises:
-        ModelError: lists what is missing, unknown or of another shape.
+        ModelError: lists the weights that are missing, unknown or of another shape.
     """
     wanted = network.state_dict()
     missing, unknown = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
@@ -165,7 +165,7 @@ def hub_config(name: str) -> Path:
 
     Raises:
         ModelError: the hub cannot be reached.
-        OSError, ValueError: it has no such repository or file.
+        OSError, ValueError: it does not have the repository or the file.
     """
     found = try_to_load_from_cache(name, "config.json")
     if isinstance(found, str):
@@ -186,7 +186,9 @@ def _fetched(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", *WEIGHTS]))
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot find the draft {name}: no such folder; the hub says: {one_line(error)}") from error
+        raise ModelError(
+            f"cannot find the draft {name}: there is no folder of this name; the hub says: {one_line(error)}"
+        ) from error
 
 
 def _unpickled(file: Path) -> dict[str, Tensor]:

@@ -43,7 +43,7 @@ def recognises(checkpoint: Checkpoint) -> bool:
 
 
 def load(checkpoint: Checkpoint) -> tuple[DFlashNetwork, OpenSession]:
-    """Load a block head: its network, and what opens a session.
+    """Load a block head: its network, and the function that opens a session.
 
     Raises:
         ModelError: something is missing, unknown, damaged, or cannot be honoured.
@@ -85,7 +85,7 @@ def _options(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _fields(layers: PreTrainedConfig, options: Checkpoint, kind: str) -> dict[str, object]:
-    """Return what `block_config` needs of any head."""
+    """Return the fields of `block_config` that every head has."""
     given, size = options.config, options.size("block_size")
     mask = given.get("mask_token_id")
     if type(mask) is not int or not 0 <= mask < layers.vocab_size:
@@ -112,7 +112,7 @@ def _fields(layers: PreTrainedConfig, options: Checkpoint, kind: str) -> dict[st
 
 
 def _layers(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """Return sizes and types of layers, what is not said as transformers assumes it."""
+    """Return sizes and types of layers, with transformers' defaults where the checkpoint names none."""
     source = checkpoint.config.get("transformer_layer_config", checkpoint.config)
     if not isinstance(source, dict):
         source = dict(source) if isinstance(source, Mapping) else {}
@@ -193,7 +193,7 @@ def _dspark_fields(options: Checkpoint) -> Mapping[str, object]:
 
 
 def _current_name(name: str) -> str:
-    """Return what a weight is called today; some trainers put a module around the heads, or wrap the codebooks."""
+    """Return a weight's current name; some trainers put a module around the heads, or wrap the codebooks."""
     name = name.removeprefix("model.").removeprefix("logit_head.")
     return re.sub(r"^(candidate_selector\.\w+_codebook)\.weight$", r"\1", name)
 

@@ -55,7 +55,7 @@ class DFlashNetwork(DraftNetwork):
     """The network of a DFlash or JetSpec head.
 
     Attributes:
-        from_anchor: whether slot i predicts the token after its position, so that the root's slot predicts, too;
+        from_anchor: whether slot i predicts the token after its position, so that the root's slot also predicts;
             else slot i predicts the token at its position.
         draft_layers: hidden states that its session needs: 0, the last, for heads that read the slots' states.
 
@@ -87,7 +87,7 @@ class DFlashNetwork(DraftNetwork):
         return self.config.block_size - (not self.from_anchor)
 
     def conventions(self, layers: int) -> Sequence[Convention]:
-        """Return what the checkpoint may mean for a target of so many layers, what its format says first."""
+        """Return the readings that a target of this depth allows, first the one that the format prescribes."""
         first = self.config.layer_offset
         found = [tuple(i + offset for i in self.config.target_layer_ids) for offset in (first, 1 - first)]
         possible = [states for states in found if all(0 <= i <= layers for i in states)] or found[:1]
@@ -118,7 +118,7 @@ class DFlashNetwork(DraftNetwork):
             position_ids: (B, T).
             past_key_values: a cache of keys and values of earlier context.
             target_states: (B, T, K, Ht) the target's states at the new tokens of the context, without slots; or else
-            block_states: (B, T, K, Ht) the same behind a block; what stands at its slots is not read.
+            block_states: (B, T, K, Ht) the same behind a block; the states at its slots are not read.
             logits_to_keep: slots whose logits are wanted; 0 = all.
         """
         given = target_states if block_states is None else block_states
@@ -193,5 +193,5 @@ class BlockLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def attend(self, normed: Tensor, context: Tensor, reading: Reading) -> Tensor:
-        """Return what slots read of the context and of each other."""
+        """Return the attention of slots to the context and to each other."""
         return self.self_attn(normed, torch.cat((normed, context), 1), reading)

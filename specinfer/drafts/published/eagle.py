@@ -23,7 +23,7 @@ from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, Open
 
 
 class EagleLayer(nn.Module):
-    """A Llama's decoder layer; the first one does not norm what it reads."""
+    """A Llama's decoder layer; the first one does not norm its input."""
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def recognises(checkpoint: Checkpoint) -> bool:
 
 
 def load(checkpoint: Checkpoint) -> tuple[EagleNetwork, OpenSession]:
-    """Return a checkpoint's network and what opens its session.
+    """Return a checkpoint's network and the function that opens its session.
 
     Raises:
         ModelError: something is missing, unknown or contradictory.

@@ -23,7 +23,7 @@ from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, OpenSession
 from specinfer.errors import ModelError, one_line
 
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")  # what every configuration says
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")  # in every configuration
 FIELDS = ("rms_norm_eps", "hidden_act", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters")  # may say
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "llama3"}  # whose tables do not change with the length of a text
 ATTENTION = "layers.0.self_attn."  # of a head's first layer: where its weights are
@@ -109,7 +109,7 @@ class Eagle3Network(AutoregressiveNetwork):
         self.norm = norm(config)
 
     def conventions(self, layers: int) -> list[Convention]:
-        """Return what the checkpoint may mean for a target of so many layers, what its format says first.
+        """Return the readings that a target of this depth allows, first the one that the format prescribes.
 
         Raises:
             ModelError: it reads the last layer before the final norm, which transformers does not hand out.
@@ -123,7 +123,7 @@ class Eagle3Network(AutoregressiveNetwork):
         if not readings:
             raise ModelError(
                 f"this draft reads the states of layers {', '.join(map(str, ids))} of a target with {layers}, the last "
-                "before the final norm or beyond, and no such state is handed out: choose another head"
+                "before the final norm or beyond, and no state from there is handed out: choose another head"
             )
         options = []
         for name in ("norm_before_residual", "norm_output"):
@@ -164,7 +164,7 @@ def recognises(checkpoint: Checkpoint) -> bool:
 
 
 def load(checkpoint: Checkpoint) -> tuple[Eagle3Network, OpenSession]:
-    """Return a checkpoint's network and what opens its session.
+    """Return a checkpoint's network and the function that opens its session.
 
     Raises:
         ModelError: something is missing, unknown or contradictory.
@@ -219,7 +219,7 @@ def read_config(checkpoint: Checkpoint, weights: Mapping[str, Tensor]) -> LlamaC
 
 
 def layer_fields(layers: Checkpoint, weights: Mapping[str, Tensor]) -> dict[str, object]:
-    """Return what a configuration says of its layers (`layers_of`), and what their weights show.
+    """Return the fields of layers that their configuration (`layers_of`) and their weights tell.
 
     Raises:
         ModelError: a size is missing, or the layers are of a kind that is not known.
@@ -275,7 +275,7 @@ def _layer_ids(checkpoint: Checkpoint) -> tuple[list[int] | None, int]:
 
 
 def _flag(checkpoint: Checkpoint, name: str) -> bool | None:
-    """Return what a configuration says of a convention; None: nothing."""
+    """Return a configuration's value of a convention; None if it has none."""
     value = checkpoint.config.get(name)
     if value is not None and not isinstance(value, bool):
         raise checkpoint.refuse(f"its {name} is {value!r:.40}, not true or false")
@@ -283,7 +283,7 @@ def _flag(checkpoint: Checkpoint, name: str) -> bool | None:
 
 
 def _plain_name(name: str) -> str:
-    """Return a weight's name without what some writers put before it, the first layer's as that of the others."""
+    """Return a weight's name without the prefixes of some writers, the first layer's as that of the others."""
     name = name.removeprefix("model.")
     if name.startswith("midlayer."):
         return f"layers.0.{name.removeprefix('midlayer.')}"

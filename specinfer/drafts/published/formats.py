@@ -35,7 +35,7 @@ FAMILIES = (
     "dflash",
     "medusa",
 )  # modules here; the first that recognises a checkpoint loads it
-# what only a head's configuration holds; a plain one of a single layer may be an EAGLE head's
+# fields of a head's configuration alone; a plain one of a single layer may be an EAGLE head's
 MARKS = {
     "speculators_model_type",
     "draft_vocab_size",
@@ -48,13 +48,13 @@ WORDS = ("eagle", "dflash", "jetspec", "dspark", "domino", "medusa", "speculator
 
 
 class Network(Protocol):
-    """What a published head's network offers beside its passes (`network.DraftNetwork`)."""
+    """The interface of a published head's network beside its passes (`network.DraftNetwork`)."""
 
     target_size: int  # hidden size of the targets that it reads
     vocab_size: int  # of these targets
 
     def conventions(self, layers: int) -> Sequence[Convention]:
-        """Return what the checkpoint may mean for a target of so many layers, what its format says first."""
+        """Return the readings that a target of this depth allows, first the one that the format prescribes."""
 
     def bound(self, target: PreTrainedModel) -> nn.Module:
         """Return a copy that is bound to a target."""
@@ -71,7 +71,7 @@ class PublishedDraft(Draft):
         network: of the head.
         session: opens a session: of (model, aux_layers, context), where the model is a `TreeModel` of the network, or
             the network itself if it is no `DraftNetwork`: then it runs behind no mask.
-        digest: of its weights, for what is kept of measurements; "" keeps nothing.
+        digest: of its weights, for the file of measurements; "" keeps none.
         convention: how it is read; None measures that when it is attached.
     """
 
@@ -86,7 +86,7 @@ class PublishedDraft(Draft):
         self.notes: tuple[str, ...] = ()
 
     def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None = None) -> "PublishedDraft":
-        """Return this draft with what it borrows from a target, under the convention that fits it.
+        """Return this draft with the matrices that it borrows from a target, under the convention that fits it.
 
         Raises:
             ModelError: the sizes are another target's, or it fits under no convention.
@@ -162,7 +162,7 @@ class PublishedDraft(Draft):
 
 
 def draft_config(name: str) -> Record:
-    """Return what ``config.json`` of a folder or of a repository of the hub says; {} if it cannot be read."""
+    """Return the ``config.json`` of a folder or of a repository of the hub; {} if it cannot be read."""
     folder = Path(os.path.expanduser(name))
     with suppress(OSError, ValueError, ModelError):  # then it is tried as a language model, which says more
         path = folder if folder.is_dir() else hub_config(name)

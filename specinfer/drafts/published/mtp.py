@@ -50,7 +50,7 @@ class MtpNetwork(AutoregressiveNetwork):
         return self.model.embed_tokens
 
     def conventions(self, layers: int) -> list[Convention]:
-        """Return what state may be handed on: after the layer's last norm (transformers), or before it (vLLM)."""
+        """Return the states that may be handed on: after the layer's last norm (transformers), or before it (vLLM)."""
         choices = (True, False) if self.model.use_post_norm else (True,)
         return [Convention((layers,), (("chains_normed", choice),)) for choice in choices]
 
@@ -93,7 +93,7 @@ class MtpNetwork(AutoregressiveNetwork):
         return self.model.rotary_emb(embedded, position_ids=position_ids, **kind)
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        """Return what the output matrix reads."""
+        """Return the states that the output matrix reads."""
         if self.model.use_shared_post_norm:
             return self.model.shared_post_norm(hidden)
         return self.model.layers[0].post_norm(hidden) if self.model.use_post_norm else hidden
@@ -142,7 +142,7 @@ def load(target: PreTrainedModel) -> MtpNetwork:
         family = config.model_type
         raise ModelError(f"{name} has no multi-token prediction layer that transformers knows ({family}): {advice}")
     if getattr(config, "quantization_config", None):
-        raise ModelError(f"{name} is quantised, and transformers reads such layers only if they are not: {advice}")
+        raise ModelError(f"{name} is quantised, and transformers reads the layer only if the model is not: {advice}")
     try:
         from transformers.modeling_layers import MtpModel
 

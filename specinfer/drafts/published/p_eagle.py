@@ -87,13 +87,13 @@ class PEagleSession(Clocked, LatticeSession):
         super().commit(tokens, states, scored)
 
     def join(self, other: DraftRows) -> None:
-        """Take in the rows of another session, and what its head has read of them."""
+        """Take in the rows of another session, with its head's cache of them."""
         assert isinstance(other, PEagleSession)
         super().join(other)
         self.head.join(other.head)
 
     def read(self, row: int, ids: Sequence[int]) -> Cached | None:
-        """Return what the head has read of a row."""
+        """Return the head's cache of a row."""
         return self.head.read(row, ids)
 
     @property
@@ -117,7 +117,7 @@ def recognises(checkpoint: Checkpoint) -> bool:
 
 
 def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, OpenSession]:
-    """Return a checkpoint's network and what opens its session.
+    """Return a checkpoint's network and the function that opens its session.
 
     Raises:
         ModelError: something is missing, unknown or contradictory.

@@ -187,7 +187,7 @@ def _ours(decoder: SpeculativeDecoder) -> Decode:
 
 
 def _counted(result: Result, share: float, spent: Sequence[Contribution]) -> Record:
-    """Return what is kept of a result, with its share of the seconds that a run spent on each draft."""
+    """Return a result's record, with its share of the seconds that a run spent on each draft."""
     stats, pairs = result.stats.to_dict(), zip(result.stats.drafts, spent, strict=True)
     drafts = [asdict(replace(draft, seconds=share * of.seconds)) for draft, of in pairs]
     kept = ("target_passes", "draft_passes", "tree_sizes", "notes")

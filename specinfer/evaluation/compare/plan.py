@@ -1,4 +1,4 @@
-"""What is compared, and on what: the checked arguments, the jobs in order, and the settings that all figures share.
+"""The plan of a comparison: the checked arguments, the jobs in order, and the settings that all figures share.
 
 Knows: prompts and their sets, the machine.  Does not know: how anything is measured or kept.
 """
@@ -36,12 +36,12 @@ class Job(NamedTuple):
 
     @property
     def key(self) -> tuple[str, int, float]:
-        """What tells it from the others of a comparison, and its record from theirs."""
+        """The key that tells it from the others of a comparison, and its record from theirs."""
         return self.set, self.seed, self.temperature
 
     @property
     def where(self) -> dict[str, object]:
-        """What its record says of it."""
+        """The fields of its record that name it."""
         return {"set": self.set, "place": self.seed, "id": self.id, "temperature": self.temperature}
 
 
@@ -137,7 +137,7 @@ class Plan:
         return sorted(blocks, key=lambda block: block[0].number)
 
     def settings(self, jobs: Sequence[Job]) -> dict[str, object]:
-        """Return what all figures of one folder have in common, JSON-ready: models, methods, prompts, machine."""
+        """Return the settings that all figures of one folder share, JSON-ready: models, methods, prompts, machine."""
         device, target = loading.resolve_device(self.device), self.target or loading.DEFAULT_TARGET
         named = {name: loading.local_folder(name) for name in (target, *self.drafts, self.assistant) if name}
         digests = {

@@ -1,4 +1,4 @@
-"""What a comparison found: its settings and records, and their summary.
+"""The result of a comparison: its settings and records, and their summary.
 
 Knows: where its parts come from.  Does not know: how anything was measured (`runner`) or is computed (`report`).
 """
@@ -27,7 +27,7 @@ class Comparison(Tabular):
     """Methods side by side.
 
     Attributes:
-        settings: what all records have in common: models, methods, sizes, prompts, machine.
+        settings: that all records share: models, methods, sizes, prompts, machine.
         records: one per prompt and temperature.  ``error`` says why a prompt could not be used.  The others have by
             method: tokens, passes and seconds; ``same_as_autoregressive``, the number of tokens shared with
             autoregressive decoding from the start; and ``gap``, the difference in logits, where greedy ids first differ
@@ -39,7 +39,7 @@ class Comparison(Tabular):
 
     @classmethod
     def read(cls, folder: str | Path) -> "Comparison":
-        """Load what is on disk; nothing runs.
+        """Load the folder's settings and records; nothing runs.
 
         Raises:
             InputError: the folder holds no comparison, or a damaged one.
@@ -68,15 +68,15 @@ class Comparison(Tabular):
         - ``draft_passes_per_target_pass``;
         - ``tokens_per_second``: the median over prompts;
         - ``ratio``: by baseline, the ratio of tokens per second, the median over prompts;
-        - ``worst_to_autoregressive``: the smallest such ratio to autoregressive decoding;
-        - ``overhead``: tokens_per_pass / ratio to autoregressive - 1, what a step costs beyond an autoregressive one;
+        - ``worst_to_autoregressive``: the smallest ratio to autoregressive decoding;
+        - ``overhead``: tokens_per_pass / ratio to autoregressive - 1, the cost of a step beyond an autoregressive one;
         - ``identical``: the share of prompts with autoregressive decoding's ids;
         - ``same_as_autoregressive``: how many tokens they share from the start, on average;
         - ``largest_gap``: the largest of the records' gaps; a tiny one is rounding;
         - ``ms_per_token`` by stage, and ``bookkeeping``, its share of the time after prefill;
         - ``tree_sizes``, and ``drafts``, each one's contribution, of all prompts together.
 
-        Intervals are [value, low, high] at 95 %.  What was not measured is left out.
+        Intervals are [value, low, high] at 95 %.  Figures that were not measured are left out.
         """
         return self._summary
 

@@ -1,4 +1,4 @@
-"""What all pictures share: what colours stand for, Axes to draw into, legends, and text that any font can draw.
+"""Parts that all pictures share: the meaning of colours, Axes to draw into, legends, and text that any font can draw.
 
 Knows: matplotlib, which it imports when a picture is drawn.  Does not know: what the pictures show.
 """

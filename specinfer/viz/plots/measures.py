@@ -1,4 +1,4 @@
-"""What was measured: acceptance, methods side by side, where the time went, calibration.
+"""Measurements: acceptance, methods side by side, where the time went, calibration.
 
 Knows: figures, by attribute.  Does not know: how they came about, matplotlib's figures and legends (`axes`).
 """
@@ -215,7 +215,7 @@ def _draw_gains(ax: Axes, lower: Axes, label: str, gains: Gains, number: int, sh
 
 
 def plot_timeline(result: Result, ax: Axes | None = None) -> Axes:
-    """Draw what the time of each step went to, in milliseconds, and above it the tokens that the step gained.
+    """Draw where the time of each step went, in milliseconds, and above it the tokens that the step gained.
 
     The first bar, `prompt`, is the time before the first step.  In a batch, the seconds are those of all its rows.
 
