@@ -18,6 +18,7 @@ PATIENCE = 0.01  # seconds for which rows under way wait for a prompt that was a
 
 
 Numbered: TypeAlias = tuple[int, object]  # a prompt and its number, from 0
+Found: TypeAlias = tuple[Numbered | None, BaseException | None]
 
 
 class Finished(NamedTuple):
@@ -77,7 +78,7 @@ class Source:
     """
 
     def __init__(self, prompts: Iterable[object], patient: bool) -> None:
-        self._wanted, self._found = SimpleQueue[bool](), SimpleQueue[tuple[Numbered | None, BaseException | None]]()
+        self._wanted, self._found = SimpleQueue[bool](), SimpleQueue[Found]()
         self._prompts, self._patient, self._asked, self.ended = enumerate(prompts), patient, False, False
         if not patient:
             Thread(target=_serve, args=(self._prompts, self._wanted, self._found), daemon=True).start()
@@ -104,11 +105,7 @@ class Source:
         self._wanted.put(False)
 
 
-def _serve(
-    prompts: Iterator[Numbered],
-    wanted: SimpleQueue[bool],
-    found: SimpleQueue[tuple[Numbered | None, BaseException | None]],
-) -> None:
+def _serve(prompts: Iterator[Numbered], wanted: SimpleQueue[bool], found: SimpleQueue[Found]) -> None:
     """Ask for a prompt whenever one is wanted, until there is none."""
     while wanted.get():
         try:

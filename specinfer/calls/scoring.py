@@ -66,11 +66,10 @@ def continuations(
         InputError: there is not one for each, or one cannot be read.
     """
     if prompts.single:
-        every = [given]
-    elif isinstance(given, Iterable) and not isinstance(given, str):
-        every = [*given]
-    else:
+        given = [given]
+    elif isinstance(given, str) or not isinstance(given, Iterable):
         raise InputError("several prompts need a list of continuations: give one for each prompt")
+    every = list(given)
     if len(every) != len(prompts.rows):
         raise InputError(f"{len(prompts.rows)} prompts and {len(every)} continuations: give one for each prompt")
     wanted = [_ids(continuation, tokenizer, row) for row, continuation in enumerate(every)]

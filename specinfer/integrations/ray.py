@@ -6,6 +6,7 @@ Ray places actors, moves blocks, starts a dead actor anew and gives it its block
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from specinfer.common.values import checked_count, checked_names
@@ -79,8 +80,8 @@ def generate(
     dataset.context.execution_options.preserve_order = True
     return dataset.map_batches(
         _Generator,
-        fn_constructor_args=(column, load, target, drafts, dict(load_options or {})),
-        fn_constructor_kwargs={"seed": row_seeds(seed, 1)[0], "max_rows": max_rows, "options": options},
+        fn_constructor_args=(column, partial(load, target, drafts, **(load_options or {})), row_seeds(seed, 1)[0]),
+        fn_constructor_kwargs={"max_rows": max_rows, "options": options},
         batch_format="pyarrow",
         batch_size=block,
         compute=ActorPoolStrategy(size=concurrency),
@@ -109,18 +110,10 @@ class _Generator:
     """An actor's decoder."""
 
     def __init__(
-        self,
-        column: str,
-        load: Callable[..., SpeculativeDecoder],
-        target: str | None,
-        drafts: object,
-        load_options: dict[str, object],
-        seed: int,
-        max_rows: int,
-        options: Options,
+        self, column: str, load: Callable[[], SpeculativeDecoder], seed: int, max_rows: int, options: Options
     ) -> None:
         self.column, self.seed, self.max_rows, self.options = column, seed, max_rows, options
-        self.decoder = load(target, drafts, **load_options)
+        self.decoder = load()
 
     def __call__(self, rows: "pyarrow.Table") -> "pyarrow.Table":
         """Return the rows with the texts that were generated for them."""
