@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unicodedata import east_asian_width
 
 from specinfer.tree.tidy import tidy
+from specinfer.tree.token_tree import TokenTree
 
 BONUS = "bonus"  # the state of the target's own token
 STATES = {  # the fate of a node: its mark, and the words of a legend
@@ -62,14 +63,14 @@ class TreeDrawing:
     @classmethod
     def of(
         cls,
-        tree: Any,
+        tree: TokenTree,
         text: Callable[[int], str],
         states: Sequence[str] | None = None,
         bonus: str | None = None,
         end: int = 0,
         by_hand: int | None = None,
     ) -> TreeDrawing:
-        """Describe a `TokenTree`, which imports this module.
+        """Describe a tree.
 
         Args:
             tree: of N nodes.

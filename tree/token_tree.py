@@ -16,7 +16,7 @@ from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
 from math import exp, inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,8 @@ from specinfer.tree.nodes import Distributions, Draws, Listed, Nodes, ancestors,
 
 if TYPE_CHECKING:
     import networkx
+
+    from specinfer.common.records import Record
 
 MOST_DRAFTS = 62  # their ids are bits of a mask
 SLACK = 1e-6  # how far rounding may lift a child's score above its parent's
@@ -303,7 +305,7 @@ class TokenTree(Displayed):
             return 1.0
         return min(1.0, exp(self.scores[node] - self.scores[self.parents[node]]))
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> Record:
         """Return the tree as lists for JSON, from which `from_dict` makes an equal tree."""
         return {
             "kind": str(self.kind),
@@ -318,7 +320,7 @@ class TokenTree(Displayed):
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> TokenTree:
+    def from_dict(cls, data: Record) -> TokenTree:
         """Build the tree that `to_dict` described.  Raises TreeError as the constructor does."""
         draws = tuple(tuple(Draw(*draw) for draw in node) for node in data["draws"])
         distributions = {(q["parent"], q["draft"]): np.array(q["distribution"]) for q in data["distributions"]}

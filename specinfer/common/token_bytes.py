@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from specinfer.common.records import Record
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from specinfer.common.records import Record
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a SentencePiece token that is one byte
 SPACE = "\u2581"  # SentencePiece writes it for a space
@@ -68,7 +68,7 @@ def _reader(tokenizer: object) -> Callable[[str], bytes] | None:
     return sentence_piece if spaces else None
 
 
-def _steps(decoder: Record) -> Iterator[Record]:
+def _steps(decoder: "Record") -> "Iterator[Record]":
     """Yield the steps of a decoder of the ``tokenizers`` library, those of sequences one by one."""
     if decoder["type"] == "Sequence":
         for step in decoder["decoders"]:

@@ -54,7 +54,7 @@ from specinfer.viz.style import SHAPES, by_draft
 
 PROMPT_CHARACTERS = 4000  # of a longer prompt, the last ones are shown
 LONGEST_CHARACTER = 4  # bytes, in UTF-8
-Shown: TypeAlias = TokenTree | Step | Result | Inspection | StepInspection
+Drawable: TypeAlias = TokenTree | Step | Result | Inspection | StepInspection
 INSPECTED = ("p", "ratio", "noise", "margin", "tests")
 
 
@@ -209,7 +209,7 @@ class Description:
         }
 
 
-def describe(thing: Shown, tokenizer: Tokenizer | None = None) -> Description:
+def describe(thing: Drawable, tokenizer: Tokenizer | None = None) -> Description:
     """Describe a thing for painters.
 
     Args:
@@ -223,7 +223,7 @@ def describe(thing: Shown, tokenizer: Tokenizer | None = None) -> Description:
     return Description(thing, drafts, steps, tokenizer, result)
 
 
-def _draft_names(thing: Shown, result: Result | None) -> list[str]:
+def _draft_names(thing: Drawable, result: Result | None) -> list[str]:
     """Return the names of drafts by id; numbers for a tree or a step that does not know them."""
     if isinstance(thing, StepInspection):
         return thing.draft_names
@@ -238,7 +238,7 @@ def _draft_names(thing: Shown, result: Result | None) -> list[str]:
     return [*names, *("target" if names or result is not None else f"draft {i}" for i in ids)]
 
 
-def _steps(thing: Shown, tokenizer: Tokenizer | None, by_hand: int | None) -> Iterator[DrawnStep]:
+def _steps(thing: Drawable, tokenizer: Tokenizer | None, by_hand: int | None) -> Iterator[DrawnStep]:
     tokens = _Tokens(tokenizer)
     if isinstance(thing, TokenTree):
         yield DrawnStep(thing, TreeDrawing.of(thing, tokens.text))
