@@ -5,7 +5,7 @@ Does not know: how text is decoded, how a turn begins with what the last one rea
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Annotated
@@ -115,13 +115,7 @@ class Chat:
             SpecinferError: it cannot be answered or done; earlier messages stay.
         """
         name, _, value = line.partition(" ")
-        commands: dict[str, Callable[[str], None]] = {
-            "/stats": self.stats,
-            "/tree": self.tree,
-            "/seed": self.seed,
-            "/new": self.new,
-            "/help": self.help,
-        }
+        commands = {f"/{each.__name__}": each for each in (self.stats, self.tree, self.seed, self.new, self.help)}
         if name == "/exit":
             return False
         if not name.startswith("/"):

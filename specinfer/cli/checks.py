@@ -155,12 +155,8 @@ def certify(as_json: options.Json = False) -> None:
     certificates = certify(progress=Bars())
     show([certificate.to_dict() if as_json else _certificate_row(certificate) for certificate in certificates], as_json)
     unexpected = [certificate for certificate in certificates if not certificate.passed]
-    many = f"{len(certificates)} pairs"
-    words = (
-        f"{len(unexpected)} of {many} are not as expected: see the column passed"
-        if unexpected
-        else f"all {many} are as expected"
-    )
+    failures = f"{len(unexpected)} of {len(certificates)} pairs are not as expected: see the column passed"
+    words = failures if unexpected else f"all {len(certificates)} pairs are as expected"
     print(*([] if as_json else folded([DISTANCES])), words, sep="\n", file=sys.stderr)
     if unexpected:
         raise typer.Exit(1)

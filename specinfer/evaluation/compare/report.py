@@ -64,9 +64,7 @@ def _group(name: str, temperature: float, records: Sequence[Record]) -> dict[str
 
 def _method(name: str, methods: dict[str, Rows]) -> Record:
     rows, counts = methods[name], _counts(methods[name])
-    speeds = {
-        method: np.array([row["tokens"] / row["seconds"]["total"] for row in methods[method]]) for method in methods
-    }
+    speeds = {m: np.array([row["tokens"] / row["seconds"]["total"] for row in methods[m]]) for m in methods}
     ratios = {base: speeds[name] / speeds[base] for base in BASELINES if base in methods and base != name}
     figures: Record = {
         "tokens_per_pass": bootstrap(counts, ratio_of_sums),
@@ -109,17 +107,13 @@ def _stages(rows: Rows) -> Record:
     seconds = {stage: _sum([row["seconds"] for row in rows], stage) for stage in STAGES}
     trees, steps = [row["tree_sizes"] for row in rows], [row["target_passes"] for row in rows]
     sizes = {size: float(np.average([tree[size] for tree in trees], weights=steps)) for size in SIZES}
+    drafts = zip(*(row["drafts"] for row in rows), strict=True)
+    summed = ("tokens", "only", "passes", "seconds")
     return {
         "ms_per_token": {stage: 1000 * spent / _sum(rows, "tokens") for stage, spent in seconds.items()},
         "bookkeeping": seconds["bookkeeping"] / (seconds["total"] - seconds["prefill"]),
         "tree_sizes": {**sizes, "plain_steps": _sum(trees, "plain_steps")},
-        "drafts": [
-            {
-                "draft": draft[0]["draft"],
-                **{name: _sum(draft, name) for name in ("tokens", "only", "passes", "seconds")},
-            }
-            for draft in zip(*(row["drafts"] for row in rows), strict=True)
-        ],
+        "drafts": [{"draft": of[0]["draft"], **{name: _sum(of, name) for name in summed}} for of in drafts],
     }
 
 
