@@ -418,7 +418,7 @@ def certify(
     """Certify pairs by exact enumeration; by default all that should be lossless, and the known mistakes.
 
     Args:
-        pairs: to certify.
+        pairs: of trees and verifiers to certify.
         vocabulary: number of tokens, 3 or more for the mistakes to show; work grows with a power of it.
         tokens: the distribution is joint over this many emitted tokens, unless a pair sets its own number.
         seed: of the made-up models.

@@ -26,7 +26,7 @@ class SideBySide(Displayed):
     Attributes:
         first: a result.
         second: the other one.
-        names: theirs.
+        names: of the two results.
 
     Raises:
         InputError: one is no result, or the prompts differ.

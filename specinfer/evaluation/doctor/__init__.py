@@ -65,7 +65,7 @@ def check_draft(
 
     Raises:
         InputError: no drafts, or an unusable prompt or length.
-        SpecinferError: as decoding.
+        SpecinferError: decoding failed.
     """
     decoder = SpeculativeDecoder.from_pretrained(drafts="bundled") if decoder is None else decoder
     if not isinstance(decoder, SpeculativeDecoder) or not decoder.drafts:

@@ -90,7 +90,7 @@ def record(
         InputError: a size that records nothing, no drafts, no usable prompt, or a folder of other settings or of
             another run.
         UnsupportedModel: best-first trees on a model that can score chains only.
-        SpecinferError: as decoding; ``out`` keeps the finished texts.
+        SpecinferError: decoding failed; ``out`` keeps the finished texts.
     """
     plan = Sizes(nodes, depth, top, draws, max_new_tokens).checked()
     batch = checked_count("batch", batch, 1, "leaves nothing to record")
