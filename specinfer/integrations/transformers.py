@@ -81,7 +81,7 @@ def custom_generate(
         Tensor (B, T + new), right-padded with the pad token, or `SpeculativeOutput`.
 
     Raises:
-        SpecinferError: the decoder refuses the call or fails; two drafts or streamers; token types or positions that matter.
+        SpecinferError: the decoder refuses the call; two drafts or streamers; token types or positions that matter.
     """
     kept = _kept_back(input_ids)
     assistant_model, streamer = kept.get("assistant_model", assistant_model), kept.get("streamer", streamer)

@@ -77,7 +77,8 @@ def compare(
     Raises:
         InputError: a prompt file is unusable, no prompt can be used, no method can run, or the folder belongs to other
             settings or another run, or cannot be written.
-        ModelError: a model cannot be loaded, or decoding failed.  The folder keeps the finished prompts.
+        ModelError: a model cannot be loaded.
+        SpecinferError: decoding failed; the folder keeps the finished prompts.
     """
     given = {name: plain(value) for name, value in locals().items() if name not in ("out", "progress")}
     checked_names("out", "" if out is None else out)
