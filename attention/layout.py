@@ -49,6 +49,7 @@ class Layout(NamedTuple):
     extra: Mapping[str, Tensor] = {}  # what else a model's forward takes, by name: (N, ...) each
     order: Tensor | None = None  # of padded rows, (B, T): which value of `extra` stands where
     at_end: bool = False  # whether padding comes before a row's nodes
+    words: int | None = None  # logits of so many token ids are enough, from 0 on; None = all
 
     @property
     def node_depths(self) -> Tensor:

@@ -76,19 +76,20 @@ class TreeSession:
         """Lay out chains as `append` takes them."""
         return lay_out_chains(chains, self.device, self.repeated.width(max(map(len, chains))))
 
-    def append(self, layout: Layout, columns: Columns = None, **inputs: Tensor) -> PerNode:
+    def append(self, layout: Layout, columns: Columns = None, words: int | None = None, **inputs: Tensor) -> PerNode:
         """Feed a layout's nodes as new pending slots: ONE forward pass over all rows.
 
         Args:
             layout: N nodes; its S counts the columns that are pending already.
             columns: of each row, the nodes whose logits are wanted; all of the layout's when None.
+            words: logits of so many token ids are enough, from 0 on: compiled passes on a CPU compute no others.
             **inputs: what else the model's forward takes, (N, ...).
 
         Returns:
-            logits of these nodes, (n, V) of each row, in the dtype of the passes.
+            logits of these nodes, (n, V) of each row, or of so many ids, in the dtype of the passes.
         """
         started = perf_counter()
-        logits = self._feed(layout._replace(wanted=columns, extra=inputs), self.repeated)
+        logits = self._feed(layout._replace(wanted=columns, words=words, extra=inputs), self.repeated)
         self.passes += 1
         self.seconds += perf_counter() - started
         return logits

@@ -61,6 +61,7 @@ from specinfer.results import Result
 from specinfer.tree import BestFirst, Chain, Kind, Policy
 from specinfer.tree.token_tree import MOST_DRAFTS
 
+DRAFT_FORM = "int4"  # to which language models that draft are rounded if nothing else is asked for
 NAMED: dict[str, Callable[[], Draft]] = {  # words for drafts that need no files
     "ngram": NGramDraft,
     "suffix": SuffixDraft,
@@ -738,7 +739,10 @@ def _is_name(draft: object) -> TypeGuard[str | os.PathLike[str]]:
 
 
 def load_draft(name: str, dtype: str | torch.dtype, device: str | torch.device, quantize: str | None = None) -> Draft:
-    """Load a draft: a head trained here, a published head, or else a language model, which may be rounded.
+    """Load a draft: a head trained here, a published head, or else a language model.
+
+    A language model is rounded as ``quantize`` says, or else to 4 bits where nothing is said of its numbers and that is
+    faster: a draft only proposes.  One that cannot be rounded stays whole.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -748,8 +752,14 @@ def load_draft(name: str, dtype: str | torch.dtype, device: str | torch.device, 
         return HeadDraft.load(Path(os.path.expanduser(name)))
     if may_be_head(config) and (head := load_published(name)) is not None:
         return head
+    form = quantize or (DRAFT_FORM if str(dtype) == "auto" and loading.rounding_pays(device) else None)
     try:
-        loaded = loading.load(name, dtype, device, quantize=quantize)
+        try:
+            loaded = loading.load(name, dtype, device, quantize=form)
+        except UnsupportedModel:
+            if quantize or not form:
+                raise
+            loaded = loading.load(name, dtype, device)
     except ModelError as error:
         near = nearest(name, WORDS)
         advice = f"did you mean {near}?" if near else f"words for drafts are {', '.join(WORDS)}"

@@ -38,7 +38,7 @@ from specinfer.checkpoints.shards import CONSTANTS
 from specinfer.common import ranks
 from specinfer.common.advice import did_you_mean
 from specinfer.common.files import cache_folder
-from specinfer.common.model_options import DEVICES, HUB, DeviceMap, checked_options, checked_placement
+from specinfer.common.model_options import DEVICES, HUB, ROUNDED, DeviceMap, checked_options, checked_placement
 from specinfer.common.progress import close_bars
 from specinfer.common.values import checked_count
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel, one_line
@@ -58,7 +58,6 @@ OFFLINE_ADVICE = (
 CONNECT_SECONDS = 5.0  # how long to wait for the hub's first answer
 LISTED_KEYS = 3  # names of weights in a message
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-ROUNDED = "int4", "int8"  # what weights may be rounded to: see `attention.rounding`
 
 
 class Loaded(NamedTuple):
@@ -109,9 +108,9 @@ def load(
         max_memory: with a device_map "auto", bytes, or sizes such as "8GiB", for "cpu" and for GPUs by number.
         offload_folder: where layers on disk are written if the checkpoint's own files cannot be read layer by layer.
         tensor_parallel: processes that hold a part of every layer each, started by ``torchrun``; each calls this.
-        quantize: "int8" or "int4" rounds the weights of linear layers to so many bits, output embeddings to 8, on a CPU
-            and in bfloat16 or float32. Compiled passes then read fewer bytes. The rounded model is the model from
-            then on: its weights are bfloat16 numbers still, and take as much memory. See `attention.rounding`.
+        quantize: "int8" or "int4" rounds the weights of linear layers to so many bits, output embeddings to 8, on a
+            CPU; states are float32. The rounded model is the model from then on: passes read its packed weights,
+            and no others are held. Of a quantised checkpoint, matrices of more bits are rounded again.
         **model_kwargs: further options of transformers' `from_pretrained`, by the names in `model_options.PASSED_ON`.
 
     Raises:
@@ -123,23 +122,23 @@ def load(
     """
     more = checked_options(model_kwargs, inspect.signature(load).parameters)
     placement = checked_placement(device_map, max_memory, offload_folder, device)
-    if name is not None and (file := gguf_file(os.fspath(name))) is not None:
-        others = {**more, **placement, "tensor_parallel": tensor_parallel != 1, "quantize": quantize}
-        return Loaded(*_from_gguf(file, dtype, device, [key for key in others if others[key]]), os.fspath(name))
-    where = resolve_device(device)
-    options: _Options = {"dtype": resolve_dtype(dtype, where)}
-    if checked_count("tensor_parallel", tensor_parallel, 1) > 1:
-        options |= _spread(tensor_parallel, str(device), where, placement)
+    spread = checked_count("tensor_parallel", tensor_parallel, 1) > 1
+    others = [*more, *placement, *(["tensor_parallel"] if spread else [])]
     if quantize is not None:
-        _check_rounding(quantize, where, options["dtype"], [*more, *placement, *options])
+        _check_rounding(quantize, device, dtype, others)
+    if name is not None and (file := gguf_file(os.fspath(name))) is not None:
+        return _rounded(Loaded(*_from_gguf(file, dtype, device, others), os.fspath(name)), quantize)
+    where = resolve_device(device)
+    # weights that will be rounded are read as they are stored, and matrices of integers come with float32 states
+    options: _Options = {"dtype": "auto" if quantize else resolve_dtype(dtype, where)}
+    states = torch.float32 if quantize else None if str(dtype) == "auto" else options["dtype"]
+    if spread:
+        options |= _spread(tensor_parallel, str(device), where, placement)
     if "quantization_config" in more and not placement:  # such a model cannot be moved
         placement = {"device_map": {"": where}}
     name = DEFAULT_TARGET if name is None else os.fspath(name)
-    asked = _Asked({**options, **more, **placement}, where, None if str(dtype) == "auto" else options["dtype"])
-    loaded = _first_found(name, _sources(name, more), asked)
-    if quantize is not None:
-        _round(loaded, quantize)
-    return loaded
+    asked = _Asked({**options, **more, **placement}, where, states)
+    return _rounded(_first_found(name, _sources(name, more), asked), quantize)
 
 
 def gguf_file(name: str) -> Path | None:
@@ -202,27 +201,35 @@ def _first_found(name: str, sources: Sequence[Callable[[str, _Asked], _Pair]], a
     raise ModelError(f"cannot load {name}: {'; '.join(reasons)}{advice}")
 
 
-def _check_rounding(form: str, where: torch.device, dtype: torch.dtype, options: Collection[str]) -> None:
+def _check_rounding(form: str, device: str | torch.device, dtype: str | torch.dtype, options: Collection[str]) -> None:
     """Raise `ModelError` unless weights can be rounded to a form, given where they go and what else is asked for."""
-    if form not in ROUNDED:
+    if not isinstance(form, str) or form not in ROUNDED:
         raise ModelError(f"quantize={form!r:.40} is unknown: choose {' or '.join(ROUNDED)}")
-    if others := [name for name in ("quantization_config", "device_map", "distributed_config") if name in options]:
+    if others := [name for name in ("quantization_config", "device_map", "tensor_parallel") if name in options]:
         raise ModelError(f"quantize={form!r} rounds a whole model in memory, and {others[0]} is given: leave one out")
-    if where.type != "cpu":
+    if (where := resolve_device(device)).type != "cpu":
         advice = "leave it out, or give a quantization_config of transformers"
         raise ModelError(f"quantize={form!r} is for passes on a CPU, and the device is {where}: {advice}")
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise ModelError(f"quantize={form!r} with {dtype} is not possible: give bfloat16 or float32")
+    if str(dtype) != "auto" and resolve_dtype(dtype, where) != torch.float32:
+        advice = "states are float32 then: leave dtype out"
+        raise ModelError(f"quantize={form!r} with dtype {str(dtype)!r} is not possible: {advice}")
 
 
-def _round(loaded: Loaded, form: str) -> None:
-    """Round a model's weights."""
-    from specinfer.attention.compiler.rounding import round_weights
-    from specinfer.attention.packed.modules import is_packed
+def rounding_pays(device: str | torch.device) -> bool:
+    """Whether passes of a rounded model are faster on a device: on x86 processors, where products were measured."""
+    from specinfer.attention.packed.products import compiler
 
-    if is_packed(loaded.model):
-        raise ModelError(f"quantize={form!r} rounds weights, and those of {loaded.name} are integers: leave it out")
-    round_weights(loaded.model, form)
+    x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    return resolve_device(device).type == "cpu" and x86 and compiler() is not None
+
+
+def _rounded(loaded: Loaded, form: str | None) -> Loaded:
+    """Return a model after its weights are rounded, if they are to be."""
+    from specinfer.checkpoints.rounding import round_weights
+
+    if form is not None:
+        round_weights(loaded.model, form)
+    return loaded
 
 
 def resolve_device(device: str | torch.device) -> torch.device:

@@ -4,10 +4,11 @@ Knows: `torch.export`, the operations of an exported graph, which weights multip
 Does not know: compilers, files, trees, how the graph is used (`attention.compiled`).
 
 The graph is a function of the tensors of the pass and of the model.  Rows, nodes, slots of the cache, columns attended
-to, and columns whose logits are wanted may all vary.  Three things are changed in it, but not what it computes:
+to, columns and token ids whose logits are wanted may vary.  Four things are changed in it, but not what it computes:
 
 - Weights are inputs, so a graph is good for every model of one architecture, and no weight is stored with it.
 - Linear layers that read the same states (queries, keys and values; gate and up) become one product of packed weights.
+- The output layer multiplies the rows of the token ids that are wanted, the first ones, and no others.
 - Attention reads keys as they are, without a copy for each query: by our own kernel, or with the queries that share
   a key as one (`attention.attend`).
 
@@ -32,6 +33,8 @@ from specinfer.attention.torch_private import run_time_check, sizes_may_be_one
 aten = torch.ops.aten
 # run-time checks of export: equal sizes, more than one row or node, enough slots
 EXPECTED = re.compile(r"expression (Eq\(s\d+, s\d+\)|Ne\(s\d+, 1\)|s\d+ <= s\d+) ")
+# products of the first outputs of a weight, and which argument counts them
+COUNTED = {torch.ops.specinfer.linear_blocks.default: 2, torch.ops.specinfer.packed_linear.default: 2}
 LARGEST = 1 << 16  # the most integers of one tensor that a graph may hold: constants of the code, not weights
 
 
@@ -54,6 +57,7 @@ class Tensors(NamedTuple):
     masks: list[Tensor]  # (B, 1, T, L), one for each kind of layer
     slots: Tensor  # (B, T) of the cache, to write to
     columns: Tensor  # (C,) nodes whose logits are wanted
+    words: Tensor  # (W,) whose size alone counts: logits are wanted of the token ids below it
     keys: list[Tensor]  # (R, heads, slots, dim), one a layer
     values: list[Tensor]
     extra: list[Tensor]  # unusual inputs of the forward, (B, T, ...)
@@ -77,7 +81,7 @@ class Pass(nn.Module):
         self.model, self.kinds, self.aux_layers, self.keeps, self.extra = model, kinds, aux_layers, keeps, extra
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, ...]:
-        """Return logits (B, C, V), and hidden states (B, T, K, H) if layers are named."""
+        """Return logits (B, C, W), and hidden states (B, T, K, H) if layers are named."""
         masks = dict(zip(self.kinds, tensors.masks, strict=True))
         inputs: dict[str, Any] = dict(zip(self.extra, tensors.extra, strict=True))
         inputs |= {"position_ids": tensors.positions[0]} if tensors.positions else {}
@@ -86,6 +90,7 @@ class Pass(nn.Module):
         inputs |= {"input_ids": tensors.ids, "attention_mask": masks if len(masks) > 1 else tensors.masks[0]}
         output = self.model(**inputs, past_key_values=_ExportedCache(tensors), use_cache=True, return_dict=True)
         logits = output.logits if self.keeps else output.logits[:, tensors.columns]
+        logits = logits[..., : tensors.words.shape[0]]
         if not self.aux_layers:
             return (logits,)
         return logits, torch.stack([output.hidden_states[layer] for layer in self.aux_layers], 2)
@@ -133,7 +138,9 @@ def export_pass(
         Exception: the model cannot be exported: it branches on data, or the graph would hold for some sizes only; or
             the pass is packed, and our kernel does not do all of its attention.
     """
-    rows, nodes, slots, kv_length, kept = (Dim(name, min=1) for name in ("rows", "nodes", "slots", "kv_length", "kept"))
+    rows, nodes, slots, kv_length, kept, words = (
+        Dim(name, min=1) for name in ("rows", "nodes", "slots", "kv_length", "kept", "words")
+    )
     each = {} if example.rows else {0: rows}
     per_node, buffers = {**each, 1: nodes}, [{0: rows, 2: slots}] * len(example.keys)
     per_mask = {**each, 2: nodes, 3: kv_length}
@@ -145,6 +152,7 @@ def export_pass(
         [per_mask] * len(example.masks),
         per_node,
         {0: kept},
+        {0: words},
         buffers,
         buffers,
         extra,
@@ -182,6 +190,10 @@ def _drop_checks(graph: fx.Graph) -> None:
 def _replace(node: fx.Node, other: fx.Node) -> None:
     node.replace_all_uses_with(other)
     node.graph.erase_node(node)
+
+
+def _is_pointwise(operation: Any) -> bool:
+    return operation == aten.to.dtype or torch.Tag.pointwise in getattr(operation, "tags", ())
 
 
 def _is_embedding(node: fx.Node) -> bool:
@@ -225,6 +237,7 @@ class _WeightInputs:
         for (states, biased, form), group in layers.items():
             self.join(states, biased, form, group)
         self.join_packed()
+        self.cut_logits()
         for node in self.graph.find_nodes(op="get_attr"):
             tensor, name = self.tensor(node), self.names.get(self.key(node))
             if name is not None and tensor.dtype != self.stored[name] and _is_embedding(node):
@@ -259,6 +272,8 @@ class _WeightInputs:
         for node in self.graph.find_nodes(op="call_function", target=linear):
             groups.setdefault(node.args[0], []).append(node)
         for states, group in groups.items():
+            if len(group) == 1:
+                continue
             matrices, outputs = ([part for node in group for part in node.args[index]] for index in (1, 2))
             with self.graph.inserting_before(group[0]):
                 product = self.graph.call_function(linear, (states, matrices, outputs))
@@ -266,6 +281,20 @@ class _WeightInputs:
                 each = [self.graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
             for node, part in zip(group, each, strict=True):
                 _replace(node, part)
+
+    def cut_logits(self) -> None:
+        """Make no more logits than are returned, where our kernels make them, and each depends on itself from then."""
+        returned = self.graph.output_node().args[0][0]  # the first of them
+        product, (*_, count) = returned.args[0], returned.args
+        while _is_pointwise(product.target) and len(product.all_input_nodes) == 1:
+            product = product.args[0]
+        if product.target not in COUNTED:
+            return
+        with self.graph.inserting_before(product):
+            size = self.graph.node_copy(count)
+        outputs = COUNTED[product.target]
+        product.update_arg(outputs, [size] if isinstance(product.args[outputs], list) else size)
+        _replace(returned, returned.args[0])
 
     def embed(self, node: fx.Node, name: str, tensor: Tensor) -> None:
         """Read rows of embeddings as they are stored."""

@@ -10,16 +10,14 @@ Knows: the forms that weights are packed in, how a compiled pass calls their pro
     bf16_states
               the same by states that are rounded to bfloat16 before every product, as a model in bfloat16 rounds
               them; sums, and all between the products, are float32.  Half as many instructions
-    int8      the same as bf16 where they are numbers of 8 bits with scales (`rounding`): about a quarter of the bytes
-    int4      of 4 bits: about a seventh
     rounded   weights rounded to bfloat16, by states in float32
     dynamic_int8
               weights rounded to 8 bits with a scale for each output, states with a scale for each state; products and
               sums are those of integers
 
-A model's form is its narrowest one; wider weights keep theirs.  The last two forms change the results a little, so they
-are for heads, which only propose.  Language models do not tolerate states of 8 bits: a few of their states are a
-thousand times as large as the rest, and set the scale.
+The last two forms change the results a little, so they are for heads, which only propose.  Language models do not
+tolerate states of 8 bits: a few of their states are a thousand times as large as the rest, and set the scale.  Weights
+of integers are packed by another layout: see `packed.layout`.
 """
 
 from collections.abc import Sequence
@@ -31,7 +29,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.attention.compiler import kernels
-from specinfer.attention.compiler.rounding import GROUP, integers
 from specinfer.attention.torch_private import (
     contiguous,
     has_packed_products,
@@ -43,15 +40,11 @@ from specinfer.attention.torch_private import (
     sizes_of,
 )
 
-EXACT = "int4", "int8", "bf16"  # forms of that kernel that change no number, smallest first
 ROUNDED_STATES = "bf16_states"  # of models; it is the graph that rounds, and its weights are packed as bf16
-IN_FLOAT32 = (*EXACT, ROUNDED_STATES, "rounded", "dynamic_int8")  # in these passes are float32, whatever the weights
+IN_FLOAT32 = ("bf16", ROUNDED_STATES, "rounded", "dynamic_int8")  # in these passes are float32, whatever the weights
 FORMS = ("packed", *IN_FLOAT32)
-BITS = {"int4": 4, "int8": 8}
-# of a packed number, if they are not its own; scales are bfloat16
-BYTES = {"int4": 0.5 + 2 / GROUP, "int8": 1 + 2 / GROUP, "bf16": 2, "rounded": 2, "dynamic_int8": 1}
+BYTES = {"bf16": 2, "rounded": 2, "dynamic_int8": 1}  # of a packed number, if they are not its own
 BLOCK = 32  # outputs of a block there
-PART = 4096  # outputs that are packed at a time
 SAMPLED = 4  # rows of a weight that tell what its numbers are; packing looks at every one
 SMALLEST = 1e-12  # a scale times 127, at least
 LONGEST = 1 << 16  # inputs whose products of 8 bits have a sum of 32 bits
@@ -60,8 +53,8 @@ ROWS = {torch.float32: 64, torch.bfloat16: 16, torch.float16: 16}  # the number 
 _library = torch.library.Library("specinfer", "DEF")
 # states (..., K), a weight (N, K) of which only the shape counts, the weight packed, bias (N,): returns (..., N)
 _library.define("linear(Tensor states, Tensor like, Tensor packed, Tensor? bias) -> Tensor")
-# states (..., K), a weight (N, K) packed, N, a form of ``kernels/linear.h``: returns (..., N), float32
-_library.define("linear_blocks(Tensor states, Tensor packed, int outputs, str form) -> Tensor")
+# states (..., K), a weight (N, K) packed, N or fewer, a form of ``kernels/linear.h``: returns (..., N), float32
+_library.define("linear_blocks(Tensor states, Tensor packed, SymInt outputs, str form) -> Tensor")
 
 
 @torch.library.register_fake("specinfer::linear", lib=_library)
@@ -82,30 +75,25 @@ def forms(weights: Sequence[Tensor], rounded: bool) -> list[str]:
             (measured on an AMD EPYC with AVX512-BF16 and on a Xeon with AMX), and more precise.
         rounded: whether they may be rounded.
     """
-    found = ["dynamic_int8"] if rounded and packable_dynamic_int8(weights[0]) else []
     whole = all(weight.dtype == torch.float32 for weight in weights) or _is_x86()
     if rounded:
         return [
-            *found,
+            *(["dynamic_int8"] if packable_dynamic_int8(weights[0]) else []),
             *(["rounded"] if whole and all(fits(weight, "rounded") for weight in weights) else []),
             "packed",
         ]
     pairs = [weight for weight in weights if weight.shape[1] % 2 == 0]  # the others are not packed
-    samples = (weight[:: len(weight) // SAMPLED + 1] for weight in pairs)
-    smallest = [form_of(sample, EXACT[0]) for sample in samples]
-    if smallest and all(smallest) and (whole or {*smallest} != {"bf16"}):
-        found.append(min(smallest, key=EXACT.index))
-    if found == ["bf16"] and all(weight.dtype == torch.bfloat16 for weight in weights) and _multiplies_pairs():
-        found.insert(0, ROUNDED_STATES)
-    return [*found, "packed"]
+    samples = [weight[:: len(weight) // SAMPLED + 1] for weight in pairs]
+    if not (whole and samples and all(form_of(sample, "bf16") for sample in samples)):
+        return ["packed"]
+    pair = all(weight.dtype == torch.bfloat16 for weight in weights) and _multiplies_pairs()
+    return [*([ROUNDED_STATES] if pair else []), "bf16", "packed"]
 
 
 def form_of(weight: Tensor, form: str) -> str:
     """Return the form that a weight is packed in if its model's is `form`; "" if it is not packed."""
     form = "bf16" if form == ROUNDED_STATES else form
-    if form not in EXACT:
-        return form if fits(weight, form) else ""
-    return next((each for each in EXACT[EXACT.index(form) :] if fits(weight, each) and _holds(each, weight)), "")
+    return form if fits(weight, form) and (form != "bf16" or _is_bfloat16(weight)) else ""
 
 
 def fits(weight: Tensor, form: str) -> bool:
@@ -125,12 +113,10 @@ def pack(weights: Sequence[Tensor], form: str) -> Tensor:
     """Return weights (N_i, K) as one packed weight (sum of N_i, K).
 
     Raises:
-        ValueError: the form is one of `EXACT`, and they are not such numbers.
+        ValueError: the form is "bf16", and they are not such numbers.
     """
     if form == "dynamic_int8":
         return pack_dynamic_int8(weights)
-    if form in BITS:
-        return pack_integers(weights, form)
     return pack_whole(weights) if form == "packed" else pack_bf16(weights, rounded=form == "rounded")
 
 
@@ -139,14 +125,7 @@ def packed_shape(outputs: int, size: int, form: str) -> tuple[int, ...]:
     blocks = -(-outputs // BLOCK)
     if form == "dynamic_int8":
         return blocks, size // 4 + 2, BLOCK
-    if form in BITS:
-        return blocks, size // GROUP, 1 + 2 * BITS[form], BLOCK // 2
     return blocks, size // 2, BLOCK, 2
-
-
-def _holds(form: str, weight: Tensor) -> bool:
-    """Whether all numbers of a weight are of a form."""
-    return _is_bfloat16(weight) if form == "bf16" else integers(weight, form) is not None
 
 
 def _is_x86() -> bool:
@@ -194,33 +173,6 @@ def pack_bf16(weights: Sequence[Tensor], rounded: bool = False) -> Tensor:
     return blocks.transpose(1, 2).contiguous()
 
 
-@torch.inference_mode()
-def pack_integers(weights: Sequence[Tensor], form: str) -> Tensor:
-    """Return weights (N_i, K) as one packed weight, int32: the words of ``kernels/linear.h``, scales first.
-
-    Raises:
-        ValueError: the numbers are not of the form.
-    """
-    joined = torch.cat([weight.detach() for weight in weights])
-    return torch.cat([_words(part, form) for part in joined.split(PART)])
-
-
-def _words(weight: Tensor, form: str) -> Tensor:
-    bits, inputs = BITS[form], 16 // BITS[form]  # inputs of a word
-    if (found := integers(weight, form)) is None:
-        raise ValueError(f"not all are numbers of {bits} bits any more")
-    rows = 0, 0, 0, -len(weight) % BLOCK  # that fill the last block up
-    numbers, scales = (functional.pad(each, rows) for each in found)
-    groups = scales.shape[1]
-    numbers = (numbers.int() + (1 << (bits - 1))).view(-1, 2, BLOCK // 2, groups, GROUP // inputs, inputs)
-    shifts = 2 * bits * torch.arange(inputs, dtype=torch.int32, device="cpu")
-    low, high = numbers.unbind(1)
-    words = ((low << shifts) + (high << (shifts + bits))).sum(-1, dtype=torch.int32).permute(0, 2, 3, 1)
-    pairs = scales.bfloat16().view(torch.int16).int().view(-1, 2, BLOCK // 2, groups).permute(0, 3, 1, 2)
-    low, high = pairs.unbind(2)
-    return torch.cat([((high << 16) | (low & 0xFFFF))[:, :, None], words], 2)
-
-
 def packable_dynamic_int8(weight: Tensor) -> bool:
     """Whether products of a weight (N, K) in 8 bits are fast here, which they are with AVX512-VNNI."""
     fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and _has("avx512_vnni")
@@ -254,7 +206,7 @@ def teach_compiler() -> None:
         return reshaped(product, [*before, sizes_of(like)[0]])
 
     @lowering(torch.ops.specinfer.linear_blocks)
-    def lower_blocks(states: Any, packed: Any, outputs: int, form: str) -> Any:
+    def lower_blocks(states: Any, packed: Any, outputs: Any, form: str) -> Any:
         *before, size = sizes_of(states)
         flat = contiguous(reshaped(states, [-1, size]))
         function = f"linear_{'bf16' if form == 'rounded' else form}"
@@ -262,7 +214,7 @@ def teach_compiler() -> None:
         return reshaped(product, [*before, outputs])
 
     @lowering(torch.ops.specinfer.packed_linear)
-    def lower_packed(states: Any, packed: Sequence[Any], outputs: Sequence[int]) -> Any:
+    def lower_packed(states: Any, packed: Sequence[Any], outputs: Sequence[Any]) -> Any:
         *before, size = sizes_of(states)
         flat, width = contiguous(reshaped(states, [-1, size])), sum(outputs)
         inputs = [flat, *map(in_memory, packed)]

@@ -89,7 +89,7 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
     try:
         linear.teach_compiler()
         attend.teach_compiler()
-        layers, variants = _layers(model), []
+        (layers, vocabulary), variants = _sizes(model), []
         graphs, packs = _graphs(model, form, aux_layers, layers, stored)
         for number, (extra, (graph, sources)) in enumerate(zip(variants_of(model.model), graphs, strict=True)):
             path = folder / f"pass-{number}.pt2"
@@ -102,7 +102,8 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
         reason = shorten(f"{type(error).__name__}: {error}", 200)
         raise NotCompiled(f"{model.name} cannot be compiled: {reason}") from error
     dtype = str(model.dtype).removeprefix("torch.")
-    record = {"aux_layers": list(aux_layers), "dtype": dtype, "layers": layers, "packs": packs, "variants": variants}
+    record = {"aux_layers": list(aux_layers), "dtype": dtype, "layers": layers, "vocabulary": vocabulary}
+    record |= {"packs": packs, "variants": variants}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
 
@@ -132,20 +133,21 @@ def variants_of(model: Any) -> tuple[dict[str, tuple[int, ...]], ...]:
     return getattr(model, "pass_inputs", ({},))
 
 
-def _layers(model: TreeModel) -> list[list[int]]:
-    """Return heads and dimension of each cached layer's keys and values, as a plain pass writes them."""
+def _sizes(model: TreeModel) -> tuple[list[list[int]], int]:
+    """Return heads and dimension of each cached layer's keys and values, and the logits of a node, by a plain pass."""
     session = model.session(rows=1, capacity=4)
     extra = variants_of(model.model)[0].items()
     inputs = {name: torch.zeros(1, *shape, device=model.device, dtype=model.dtype) for name, shape in extra}
-    session.append(lay_out_chains([[0]], model.device), None, **inputs)
+    logits = session.append(lay_out_chains([[0]], model.device), **inputs).flat()
     layers = (layer.buffers for layer in session.cache.layers)
-    return [[keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]] for keys, values in layers]
+    shapes = [[keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]] for keys, values in layers]
+    return shapes, logits.shape[-1]
 
 
 def _example(
     model: TreeModel, layers: Sequence[Sequence[int]], extra: Mapping[str, tuple[int, ...]], packed: bool
 ) -> exported.Tensors:
-    """Return tensors of a pass, all sizes different: two rows, six nodes, 40 columns of 96 slots, logits of three."""
+    """Return tensors of a pass, all sizes different: two rows, six nodes, 40 of 96 slots, five logits of three."""
     cached, nodes, kv_length, capacity = 2, 6, 40, 96
     rows = 1 if packed else cached
 
@@ -160,6 +162,7 @@ def _example(
         [zeros(1, nodes, kv_length) for _ in model.spec.windows],
         slots.clone(),
         torch.arange(3, device=model.device),
+        torch.empty(5, dtype=torch.uint8, device=model.device),
         [zeros(heads, capacity, dim, rows=cached) for heads, dim, _, _ in layers],
         [zeros(heads, capacity, dim, rows=cached) for _, _, heads, dim in layers],
         [zeros(nodes, *shape) for _, shape in sorted(extra.items())],
@@ -216,7 +219,7 @@ def _has_same_bits(model: TreeModel, compiled: CompiledPass) -> bool:
 
 @torch.inference_mode()
 def _difference(model: TreeModel, compiled: CompiledPass, extra: Mapping[str, Any], widths: Sequence[int]) -> float:
-    """Compare three rows: one token, a prompt, a tree; then one of them: a tree, and chains."""
+    """Compare three rows: one token, a prompt, a tree; then one of them: a tree, and chains.  All logits, or half."""
     generator, device, longest = torch.Generator().manual_seed(0), model.device, max(widths, default=0)
     ids = torch.randint(model.vocab_size, (3, 24 + longest), generator=generator, device="cpu").tolist()
     trees = [toy_tree(row[12:18], BRANCHES) for row in (*ids, ids[0][6:])]
@@ -230,12 +233,13 @@ def _difference(model: TreeModel, compiled: CompiledPass, extra: Mapping[str, An
     ]
     sessions = [_session(model, run, 3, 24 + longest, compiled) for run in (model.ways.usual, compiled)]
     worst = 0.0
-    for layout, columns, paths in steps:
+    for number, (layout, columns, paths) in enumerate(steps):
+        words = model.vocab_size // 2 if number % 2 else None
         given = {
             name: torch.randn(*layout.tokens.shape, *shape, generator=generator).to(device, model.dtype)
             for name, shape in extra.items()
         }
-        results = [session.append(layout, columns, **given).flat() for session in sessions]
+        results = [session.append(layout, columns, words, **given).flat()[:, :words] for session in sessions]
         states = [session.aux_states[0].flat().flatten(1) for session in sessions if session.aux_states]
         worst = max(worst, _error(*results), _error(*states) if states else 0.0)
         for session in sessions:

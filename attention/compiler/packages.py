@@ -37,7 +37,7 @@ from specinfer.attention.torch_private import COMPILER_OPTIONS
 from specinfer.common.files import cache_folder, parse_json, storing, write_json
 from specinfer.errors import InputError, NotCompiled
 
-FORMAT = 8  # of packages; raised when their inputs change
+FORMAT = 9  # of packages; raised when their inputs change
 WIDTHS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 64, 65, 130, 512)  # of the passes that check a new package, in nodes
 MODES = ("auto", True, False)
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what reading a damaged record raises

@@ -110,6 +110,11 @@ def outputs_of(packed: Tensor) -> int:
     return int(packed[:8].view(torch.int64))
 
 
+def bits_of(packed: Tensor) -> int:
+    """Return the bits of a packed matrix's integers."""
+    return int(packed[LINE + 8 : LINE + ENTRY].view(torch.int64)) & 15
+
+
 def code_of(part: Quantised) -> int:
     """Return a kind as the head of a matrix has it: bits, scales, table, minimum, halves, groups of a span, zero."""
     scales, span = _span(part)

@@ -699,7 +699,7 @@ void specinfer_packed_linear(
     };
     std::vector<Place> places;
     for (int64_t matrix = 0, first = 0; matrix < count; matrix++) {
-        const auto own = (int64_t)load<uint64_t>(matrices[matrix]);
+        const int64_t own = std::min<int64_t>(load<uint64_t>(matrices[matrix]), outputs - first);  // of the last maybe fewer
         for (int64_t number = 0; number * BLOCK < own; number++)
             places.push_back({matrices[matrix], number, first + number * BLOCK, std::min<int64_t>(BLOCK, own - number * BLOCK)});
         first += own;

@@ -27,8 +27,8 @@ INCLUDED = SOURCE.parents[1] / "compiler" / "kernels" / "tiles.h"
 OPTIONS = "-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fopenmp", "-shared", "-fPIC"
 
 _operators = torch.library.Library("specinfer", "FRAGMENT")
-# states (..., K), packed matrices (N_i, K), their N_i: returns (..., sum of N_i), float32
-_operators.define("packed_linear(Tensor states, Tensor[] packed, int[] outputs) -> Tensor")
+# states (..., K), packed matrices (N_i, K), their N_i, the last one or fewer: returns (..., sum of N_i), float32
+_operators.define("packed_linear(Tensor states, Tensor[] packed, SymInt[] outputs) -> Tensor")
 # rows (...) of a packed matrix (N, K), K: returns (..., K), float32
 _operators.define("packed_rows(Tensor rows, Tensor packed, int inputs) -> Tensor")
 
@@ -44,11 +44,14 @@ def _shape_rows(rows: Tensor, _packed: Tensor, inputs: int) -> Tensor:
 
 
 def linear(states: Tensor, packed: Sequence[Tensor], outputs: Sequence[int]) -> Tensor:
-    """Multiply states (..., K) with the transposes of packed matrices (N_i, K): (..., sum of N_i), float32."""
+    """Multiply states (..., K) with the transposes of packed matrices (N_i, K): (..., sum of N_i), float32.
+
+    The last N may be less than its matrix has: then its first outputs are meant.
+    """
     inputs, given = states.shape[-1], states.float().contiguous()
     if (products := library()) is None:
         parts = (numbers(part) for matrix in packed for part in unpack(matrix, inputs))
-        return torch.cat([functional.linear(given, part) for part in parts], -1)
+        return torch.cat([functional.linear(given, part) for part in parts], -1)[..., : sum(outputs)]
     found = given.new_empty(*states.shape[:-1], sum(outputs))
     matrices = (ctypes.c_void_p * len(packed))(*(matrix.data_ptr() for matrix in packed))
     rows = given.numel() // inputs

@@ -37,7 +37,9 @@ SAMPLED = 32  # entries of a weight that are compared before every call
 SPARE = 1.2  # bytes of free memory that packing needs, per byte of packed weights
 RECORD = "package.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-USUAL = {"input_ids", "position_ids", "attention_mask", "logits_to_keep", "slots", "cache_rows", "cache_slots"}
+USUAL = {
+    *("input_ids", "position_ids", "attention_mask", "logits_to_keep", "words", "slots", "cache_rows", "cache_slots")
+}
 
 Group = tuple[str, tuple[str, ...]]  # kind and names of a `Source`
 
@@ -60,6 +62,7 @@ class CompiledPass(TensorPass):
     def __init__(self, model: Forward, folder: Path, form: str) -> None:
         self.form, self.stored = form, model.dtype
         self.few_shapes = model.device.type == "cuda"  # where cuDNN's attention plans for each
+        self.may_cut = not self.few_shapes
         self.network: Callable[[], Any] = ref(model.model)  # alive while it is used
         try:
             record = json.loads((folder / RECORD).read_text())
@@ -68,6 +71,7 @@ class CompiledPass(TensorPass):
             self.dtype = DTYPES[record["dtype"]]  # that passes compute in
             self.runners = {tuple(each["extra"]): _Runner(folder, each, model.device) for each in record["variants"]}
             self.packs = bool(record["packs"])
+            self.vocabulary = int(record["vocabulary"])  # how many logits a node has
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
             raise NotCompiled(f"the package in {folder} is damaged ({shorten(str(error), 200)})") from error
         self.kinds = sorted(model.spec.windows)
@@ -156,6 +160,9 @@ class CompiledPass(TensorPass):
             masks,
             inputs["cache_slots"] if self.packs else cache.staged(ids.device),
             torch.arange(ids.shape[1], device=ids.device) if columns is None else columns,
+            torch.empty(
+                min(inputs.get("words", self.vocabulary), self.vocabulary), dtype=torch.uint8, device=ids.device
+            ),
             *cache.buffers(),
             [value.to(self.dtype) for value in extra.values()],
         )

@@ -125,6 +125,7 @@ class TensorPass(Pass):
     """A pass through a function of tensors: a forward, compiled or not, over a `TreeCache`."""
 
     few_shapes = False  # whether a pass of new sizes costs more than padding
+    may_cut = False  # whether `run` takes "words", the number of token ids whose logits are enough
 
     def weights(self, model: Forward) -> tuple[int, ...]:
         """Return numbers that are others when `run` reads weights from other memory: here their addresses."""
@@ -164,6 +165,8 @@ class TensorPass(Pass):
         columns = None if placed.columns is None else _numbers(placed.columns, nodes.tokens.device)
         if columns is not None and model.takes_logits_to_keep:
             inputs["logits_to_keep"] = columns
+        if self.may_cut and nodes.words is not None:
+            inputs["words"] = nodes.words
         logits, *states = self.run(model, inputs, cache, aux_layers)
         return logits if columns is None or model.takes_logits_to_keep else logits[:, columns], *states
 

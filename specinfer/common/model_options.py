@@ -29,6 +29,7 @@ PASSED_ON: dict[str, type | UnionType] = {  # options of transformers, and their
     "quantization_config": object,
     "variant": str,
 }
+ROUNDED = {"int4": 4, "int8": 8}  # words for what weights may be rounded to, and their bits
 # Options that are decided here: the value that changes nothing, and why all others are refused.
 DECIDED: dict[str, tuple[object, str]] = {
     "trust_remote_code": (False, "no code that comes with a model runs"),

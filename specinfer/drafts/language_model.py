@@ -1,7 +1,15 @@
 """Drafts that run a network level by level: a small causal language model, and heads that read the target's states.
 
-Knows: the network and its cache, the committed tokens that are not cached yet, the noise shared with the target.
+Knows: the network and its cache, the committed tokens that are not cached yet, the noise shared with the target, from
+which token ids on a text needs no logits.
 Does not know: the target, files and training of heads (`head`), verification, text.
+
+The output layer of a small model with a large vocabulary is much of it, and most of its rows are of tokens that a text
+does not use.  A draft may leave them out: it only never proposes them (FR-Spec, arXiv 2502.14856, which keeps the
+tokens that are frequent in a corpus).  Byte-level tables stand in the order of merges, frequent ones first, so here the
+first ids are kept, as many as the text's own last tokens ask for: in another language, or where a table has another
+order, these are more, or all.  The end of a text, which has a high id, need not be drafted: it is the target's own
+token after the last accepted one.
 """
 
 import sys
@@ -22,6 +30,9 @@ from specinfer.engine.store import Cached
 from specinfer.errors import InputError
 from specinfer.tree import Frontier, Growth, Policy, Source
 
+RECENT = 128  # tokens of a row that tell which ids the next ones come from
+OUTLIERS, RARE = 3, 32  # of their ids, so many (a chat template's), and one of so many, may be left out
+FEWEST = 1 << 14  # ids whose logits are wanted, at least
 CATCH_UP = 32  # uncached tokens that are fed together with the root; of more, all but the root are prefilled
 
 
@@ -76,7 +87,7 @@ class ModelDraftSession(DraftRows, Clocked):
         texts: what it reads of them; None = their prompts.
     """
 
-    per_row = (*DraftRows.per_row, "uncached")
+    per_row = (*DraftRows.per_row, "uncached", "recent")
     draft_layers: tuple[int, ...] = ()  # layers of this model whose hidden states the session needs
     repeats = True  # whether levels below the root depend on lengths, and on what the root's pass gave, alone
 
@@ -88,14 +99,15 @@ class ModelDraftSession(DraftRows, Clocked):
         self.uncached = begun(self.session, texts or context.prompts, context.known)  # committed tokens; root last
         self.level: Layout | None = None  # layout of the newest level fed
         self.fed: list[Frontier] = []  # levels fed this step, root excluded: pending columns are nodes 1, 2, ...
-        self.vocab_size = min(model.vocab_size, context.vocab_size)
+        self.vocab_size = self.words = min(model.vocab_size, context.vocab_size)
+        self.recent = [list(prompt[-RECENT:]) for prompt in context.prompts]  # the target's tokens
         self.last_id = model.embedded - 1  # ids beyond it are padding of the target's vocabulary
         self.given: dict[str, Tensor] = {}  # what a graph reads of the root's pass, while its operations are recorded
         self.draft_states: list[Tensor | None] = []  # this model's hidden states at the tokens fed last, root last
 
     def source(self, roots: Sequence[int]) -> Source:
         """Return the session itself; nothing is fed yet."""
-        self.level, self.fed = None, []
+        self.level, self.fed, self.words = None, [], self._words()
         return self
 
     def grow(self, policy: Policy, source: Source, depth: int) -> Growth:
@@ -150,6 +162,11 @@ class ModelDraftSession(DraftRows, Clocked):
         self.advance(tokens)
         self.fed = []
 
+    def advance(self, tokens: Committed) -> None:
+        """Remember what each row committed."""
+        self.recent = [[*row, *(new or ())][-RECENT:] for row, new in zip(self.recent, tokens, strict=True)]
+        super().advance(tokens)
+
     def read(self, row: int, ids: Sequence[int]) -> Cached | None:
         """Return what the cache holds of a row."""
         return read(self.session, row, ids)
@@ -171,7 +188,11 @@ class ModelDraftSession(DraftRows, Clocked):
         return self.ids(found.indices), found.scores - found.total
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw k children per node from q, the draft's after the target's warpers (`tree.draw_candidates`)."""
+        """Draw k children per node from q, the draft's after the target's warpers (`tree.draw_candidates`).
+
+        It is the whole of q: a row's draws do not depend on the tokens of others.
+        """
+        self.words = self.vocab_size
         return self.drawn(self.warped(self._logits(frontier)), k, replacement, frontier.depth)
 
     @property
@@ -197,11 +218,17 @@ class ModelDraftSession(DraftRows, Clocked):
         tokens = frontier.tokens.clamp(max=self.last_id)
         self.level = lay_out_level(frontier._replace(tokens=tokens), self.level, self.device)
         self.fed.append(frontier)
-        return self.session.append(self.level).padded()[..., : self.vocab_size]
+        return self.session.append(self.level, words=self.words).padded()[..., : self.words]
 
     def _root_logits(self) -> Tensor:
         """Return the logits (B, 1, V') after the roots; feeds them, unless a graph is given what that gave."""
-        return self.given["logits"] if self.given else self._feed_uncached()[..., : self.vocab_size]
+        return self.given["logits"] if self.given else self._feed_uncached()[..., : self.words]
+
+    def _words(self) -> int:
+        """Return how many ids, from 0 on, the next tokens probably come from: a power of two, or all."""
+        if self.token_ids is not None or self.device.type != "cpu":  # ids of its own; graphs, which hold a number
+            return self.vocab_size
+        return min(max(FEWEST, *map(_bound, self.recent)), self.vocab_size)
 
     def _feed_uncached(self) -> Tensor:
         """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V)."""
@@ -210,7 +237,7 @@ class ModelDraftSession(DraftRows, Clocked):
         chains = self._chains()
         inputs = {name: torch.cat(rows) for name, rows in self._uncached_inputs().items()}
         roots = [range(len(chain) - 1, len(chain)) for chain in chains]
-        logits = self.session.append(self.session.chains(chains), roots, **inputs)
+        logits = self.session.append(self.session.chains(chains), roots, self.words, **inputs)
         self.draft_states = self.session.commit([range(len(chain)) for chain in chains])
         self.uncached = [[] for _ in chains]
         return logits.padded()
@@ -288,7 +315,8 @@ class HeadDraftSession(ModelDraftSession):
         self.level = lay_out_level(frontier, self.level, self.device)
         fed = torch.cat([self._root_states(), *(states.padded()[:, :, 0] for states in self.session.aux_states)], 1)
         parents = frontier.parents[:, :, None].expand(-1, -1, fed.shape[2])
-        return self.session.append(self.level, draft_states=fed.gather(1, parents).flatten(0, 1)).padded()
+        states = fed.gather(1, parents).flatten(0, 1)
+        return self.session.append(self.level, words=self.words, draft_states=states).padded()[..., : self.words]
 
     def beside_root(self, levels: int) -> dict[str, Tensor]:
         """Return the root's states, and the noise."""
@@ -310,6 +338,12 @@ class HeadDraftSession(ModelDraftSession):
         """Leave each row's root uncached, with the state that chose it."""
         super().leave_roots(inputs)
         self.states = [[states[-1:]] for states in inputs["target_states"]]
+
+
+def _bound(tokens: Sequence[int]) -> int:
+    """Return a power of two above nearly all of these ids."""
+    ids = sorted({*tokens})
+    return 1 << ids[-1 - min(OUTLIERS + len(ids) // RARE, len(ids) - 1)].bit_length()
 
 
 def fed_paths(fed: Sequence[Frontier], tokens: Committed) -> list[list[int] | None]:

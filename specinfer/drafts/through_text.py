@@ -186,6 +186,10 @@ class ThroughTextSession(ModelDraftSession):
         self.cached = [cached + new[:-1] for cached, new in zip(self.cached, self.uncached, strict=True)]
         super().leave_roots(inputs)
 
+    def _words(self) -> int:
+        """Return all: what is known of the text are the target's ids."""
+        return self.vocab_size
+
     def noise_of(self, *asked: Any) -> Tensor | None:
         """Return no noise for text: it is not known which of the target's tokens a token of the draft becomes."""
         return None if self.token_ids is None else super().noise_of(*asked)

@@ -114,6 +114,19 @@ def test_every_node_is_the_plain_models() -> None:
         assert check(model, own, range(1, 40)) < 1e-5
 
 
+@pytest.mark.parametrize("words", [1, 31, 33, VOCAB, VOCAB + 1])
+def test_logits_of_the_first_ids_are_those_of_all(words: int) -> None:
+    model = compiled(float_llama())[0].target
+    layout, found = lay_out_chains([[5, 6], [7]], model.device), []
+    with resumed(model):
+        for wanted in (None, words):
+            session = model.session(2, 32)
+            session.prefill([[1, 2, 3], [4]])
+            found.append(session.append(layout, words=wanted).flat())
+    assert found[1].shape[1] == min(words, VOCAB)
+    assert torch.allclose(found[1], found[0][:, :words], atol=1e-6)
+
+
 def test_drafts_multiply_in_8_bits_and_targets_never_do() -> None:
     """Where the machine is fast at that; their trees are nearly the plain ones, texts are the target's."""
     model = float_llama()

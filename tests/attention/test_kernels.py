@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.compiler.kernels import FOLDER
-from specinfer.attention.compiler.linear import BITS, pack
+from specinfer.attention.compiler.linear import pack
 from specinfer.attention.compiler.packages import missing_compiler
-from specinfer.attention.compiler.rounding import rounded
 
 pytestmark = pytest.mark.skipif(bool(missing_compiler()), reason="no C++ compiler, so no compiled passes")
 HARNESS = r"""
@@ -36,8 +35,6 @@ extern "C" int attend_packed(
     return aoti_torch_specinfer_attend_packed(results, queries, keys, values, mask, rows, scale);
 }
 extern "C" int bf16(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_bf16(a, b, c); }
-extern "C" int int8(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_int8(a, b, c); }
-extern "C" int int4(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_int4(a, b, c); }
 extern "C" int dynamic_int8(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_dynamic_int8(a, b, c); }
 extern "C" int bf16_states(Given* a, Given* b, Given* c) { return aoti_torch_specinfer_linear_bf16_states(a, b, c); }
 """
@@ -206,18 +203,6 @@ def test_torch_finds_its_tiles_as_they_were(kernels: Any) -> None:
         torch.testing.assert_close(found, theirs.float(), rtol=0.02, atol=0.05)
         assert torch.nn.functional.linear(states[:rows], weight).equal(theirs)
         assert multiplied(kernels.bf16_states, own, packed, 96).equal(found)
-
-
-@pytest.mark.parametrize("form", BITS)
-def test_products_with_integers_have_the_same_bits_for_any_number_of_states(kernels: Any, form: str) -> None:
-    torch.manual_seed(0)
-    weight = rounded(torch.randn(40, 96), form)
-    packed = pack([weight], form)
-    states = torch.randn(30, 96)
-    whole = multiplied(getattr(kernels, form), states, packed, 40)
-    torch.testing.assert_close(whole.double(), states.double() @ weight.double().T, rtol=1e-5, atol=1e-4)
-    for rows in (1, 2, 11, 13, 25):
-        assert multiplied(getattr(kernels, form), states[:rows].clone(), packed, 40).equal(whole[:rows])
 
 
 @pytest.mark.parametrize(("size", "outputs"), [(64, 32), (100, 7), (20, 100), (1536, 40)])

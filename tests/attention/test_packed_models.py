@@ -97,6 +97,11 @@ def test_layers_that_read_the_same_states_are_one_product(monkeypatch: pytest.Mo
     SpeculativeDecoder(packed_llama(), byte_tokenizer(), [], TREE, compile=True)
     products_of = torch.ops.specinfer.packed_linear.default
     found = [len(node.args[1]) for node in graphs[0].graph.find_nodes(op="call_function", target=products_of)]
+    logits = graphs[0].graph.output_node().args[0][0]
+    while logits.target != products_of:
+        logits = logits.all_input_nodes[0]
+    (outputs,) = logits.args[2]
+    assert outputs.args[0].name == "tensors_words"  # the output matrix makes the logits that are wanted
     assert found == [3, 1, 2, 1] * 2 + [1]  # queries, keys and values; output; gate and up; down; and the output matrix
 
 

@@ -1,6 +1,5 @@
-"""Weights of 8 and 4 bits: what they are rounded to, how they are packed, and passes that read them so."""
+"""Weights rounded to 8 and 4 bits: to which numbers, in which layers of which models, and what models then do."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,177 +7,126 @@ from typing import Any
 import pytest
 import torch
 from conftest import PROMPTS, byte_tokenizer, tiny_llama
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from specinfer import SpeculativeDecoder, cli
-from specinfer.attention import resumed
-from specinfer.attention.compiler.linear import BITS, form_of, forms, pack, packed_shape
-from specinfer.attention.compiler.making import check
-from specinfer.attention.compiler.rounding import GROUP, integers, round_weights, rounded
+from specinfer.attention.packed import products
+from specinfer.attention.packed.formats import numbers
+from specinfer.attention.packed.layout import GROUP, bits_of, pack, unpack
+from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
+from specinfer.attention.packed.rounding import rounded
+from specinfer.checkpoints.rounding import round_weights
+from specinfer.decoder import load_draft
 from specinfer.errors import ModelError, UnsupportedModel
-from specinfer.loading import load
+from specinfer.loading import load, rounding_pays
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0}
-SAMPLED: dict[str, Any] = {"max_new_tokens": 24, "temperature": 1.0, "top_k": 0, "seed": 3}
+BITS = {"int4": 4, "int8": 8}
 
 
 def weights() -> Tensor:
     """Rows of several sizes and spreads, with groups of zeros, of equal numbers, of one sign, of one large number."""
     torch.manual_seed(0)
-    made = torch.randn(70, 3 * GROUP) * torch.logspace(-12, 4, 70)[:, None]
+    made = torch.randn(70, 3 * GROUP) * torch.logspace(-2, 3, 70)[:, None]
     made[3] = 0.0
     made[4, :GROUP] = 0.0
     made[5] = 2.5
     made[6] = made[6].abs()
     made[7] = -made[7].abs()
-    made[8, 40] = 1e6
+    made[8, 40] = 1e5
     made[9] = torch.tensor([1.0, -1.0]).repeat(48)
     return made
 
 
-@pytest.mark.parametrize("form", BITS)
-def test_rounded_numbers_are_bfloat16_numbers_and_found_again(form: str) -> None:
+@pytest.mark.parametrize("bits", BITS.values())
+def test_numbers_are_rounded_to_the_nearest(bits: int) -> None:
+    """Numbers beyond the highest integer become that one: at 8 bits by half a step, at 4 where it lessens the error."""
     given = weights()
-    found = rounded(given, form)
-    parts = integers(found, form)
-    assert parts is not None
-    numbers, scales = parts
-    half = 2 ** (BITS[form] - 1)
-    assert -half <= numbers.min() <= numbers.max() <= half - 1
-    assert torch.equal(numbers * scales.repeat_interleave(GROUP, 1), found)
-    assert torch.equal(found.bfloat16().float(), found)
-    assert torch.equal(scales.bfloat16().float(), scales)
-    assert torch.equal(rounded(found, form), found)
-    assert torch.equal(rounded(given.bfloat16(), form), rounded(given.bfloat16().float(), form).bfloat16())
+    found = rounded(given, bits)
+    steps = found.scale.float().abs().repeat_interleave(GROUP, 1)
+    moved = numbers(found) - given
+    inner = given.abs() < (2 ** (bits - 1) - 1) * steps
+    assert (moved[inner].abs() / steps[inner]).max() <= 0.5 + 1e-6
+    error = moved.norm(dim=1) / given.norm(dim=1).clamp(min=1e-30)
+    assert error.max() < {8: 0.008, 4: 0.12}[bits]
+    assert not moved[3].any()
+    again = rounded(numbers(found), bits)
+    torch.testing.assert_close(numbers(again), numbers(found), rtol={8: 2e-2, 4: 1e-3}[bits], atol=0)
 
 
-@pytest.mark.parametrize("form", BITS)
-def test_numbers_are_rounded_to_the_nearest(form: str) -> None:
-    """Only the largest of a group may move by more than half a step, as its scale has few bits."""
+def test_no_scale_of_a_few_has_a_smaller_error_than_the_one_chosen() -> None:
+    given = torch.randn(40, GROUP, generator=torch.Generator().manual_seed(1))
+    extreme = given.gather(1, given.abs().argmax(1, keepdim=True))
+    least = (numbers(rounded(given, 4)) - given).square().sum(1)
+    for factor in (1.0, 0.92):
+        scale = (extreme / -8 * factor).half().float()
+        other = (given / scale).round().clamp(-8, 7) * scale
+        assert (least <= (other - given).square().sum(1) + 1e-6).all()
+
+
+@pytest.mark.parametrize("bits", BITS.values())
+def test_rounded_weights_are_packed_and_found_again(bits: int) -> None:
+    found = rounded(weights(), bits)
+    packed = pack([found], 70, 3 * GROUP)
+    assert bits_of(packed) == bits
+    assert torch.equal(torch.cat([numbers(part) for part in unpack(packed, 3 * GROUP)]), numbers(found))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, 1e9])
+def test_numbers_that_have_no_scale_are_refused(wrong: float) -> None:
     given = weights()
-    _, scales = integers(rounded(given, form), form) or pytest.fail("not rounded")
-    steps = scales.abs().repeat_interleave(GROUP, 1)
-    moved = (rounded(given, form) - given).abs() / steps
-    inner = given.abs() < (2 ** (BITS[form] - 1) - 1) * steps
-    assert moved[inner].max() <= 0.5 + 1e-6
-    error = (rounded(given, form) - given).norm(dim=1) / given.norm(dim=1).clamp(min=1e-30)
-    assert error.max() < {"int8": 0.02, "int4": 0.2}[form]
+    given[11, 5] = wrong
+    with pytest.raises(ModelError, match="numbers"):
+        rounded(given, 8)
+    model = tiny_llama(intermediate_size=64)
+    model.model.layers[1].mlp.up_proj.weight.data[3, 3] = wrong
+    with pytest.raises(ModelError, match=r"to int4: model\.layers\.1\.mlp\.up_proj"):
+        round_weights(model, "int4")
 
 
-def test_other_numbers_are_not_taken_for_rounded_ones() -> None:
-    for form in BITS:
-        found = rounded(weights(), form)
-        for change in (lambda w: w[11, 5].mul_(1.01), lambda w: w[12, 70].fill_(3 * w[12].abs().max()), torch.zero_):
-            other = found.clone()
-            change(other)
-            assert (integers(other, form) is None) == bool(other.any())
-        with pytest.raises(ValueError, match=f"numbers of {BITS[form]} bits"):
-            pack([weights()], form)
-    assert integers(weights()[:, :48], "int8") is None  # not whole groups
-    nan = weights()
-    nan[0, 0] = torch.nan
-    assert integers(nan, "int8") is None
+def matrix(module: Any) -> Tensor:
+    """Return the numbers of a packed layer or embeddings."""
+    inputs = module.in_features if isinstance(module, PackedLinear) else module.embedding_dim
+    return torch.cat([numbers(part) for part in unpack(module.packed, inputs)])
 
 
-def unpacked(packed: Tensor, form: str, outputs: int) -> Tensor:
-    """Read a packed weight as ``kernels/linear.h`` describes it, word by word."""
-    bits, words = BITS[form], packed.tolist()
-    found = torch.zeros(outputs, len(words[0]) * GROUP)
-    for output in range(outputs):
-        block, lane = divmod(output, 32)
-        high, lane = divmod(lane, 16)
-        for number, (scales, *rows) in enumerate(words[block]):
-            scale = torch.tensor((scales[lane] >> 16 * high) & 0xFFFF).to(torch.uint16).view(torch.bfloat16)
-            flat = [
-                (row[lane] >> (2 * bits * k + bits * high)) & (2**bits - 1) for row in rows for k in range(16 // bits)
-            ]
-            found[output, number * GROUP : (number + 1) * GROUP] = (
-                torch.tensor(flat) - 2 ** (bits - 1)
-            ) * scale.float()
-    return found
-
-
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("form", BITS)
-def test_packed_weights_are_laid_out_as_their_header_says(form: str) -> None:
-    given = rounded(weights(), form)
-    packed = pack([given[:10], given[10:]], form)
-    assert packed.shape == packed_shape(*given.shape, form)
-    assert torch.equal(unpacked(packed, form, len(given)), given)
+def test_a_rounded_model_computes_with_the_rounded_numbers(form: str, tied: bool) -> None:
+    model, dense = (tiny_llama(intermediate_size=64, tie_word_embeddings=tied).bfloat16().eval() for _ in range(2))
+    round_weights(model, form)
+    assert model.dtype == model.config.dtype == torch.float32
+    assert not any(type(module) is nn.Linear for module in model.modules())
+    assert bits_of(model.lm_head.packed) == 8
+    assert bits_of(model.model.layers[0].self_attn.q_proj.packed) == BITS[form]
+    assert isinstance(model.get_input_embeddings(), PackedEmbedding) == tied
+    if tied:
+        assert model.get_input_embeddings().packed is model.lm_head.packed
+    dense.float()
+    for path, module in list(dense.named_modules()):
+        if isinstance(module, nn.Linear):
+            wanted = numbers(rounded(module.weight, 8 if path == "lm_head" else BITS[form]))
+            assert torch.equal(matrix(model.get_submodule(path)), wanted)
+            module.weight.data = wanted
+    if tied:
+        dense.model.embed_tokens.weight.data = dense.lm_head.weight.data
+    ids = torch.arange(1, 30)[None]
+    found, wanted = model(ids).logits, dense(ids).logits
+    assert (found - wanted).norm() < 1e-3 * (wanted - wanted.mean()).norm()  # states are rounded to 16 bits
 
 
-def test_the_form_of_a_model_is_that_of_its_smallest_weights() -> None:
-    whole = weights().bfloat16()
-    eight, four = rounded(whole, "int8"), rounded(whole, "int4")
-    assert forms([whole, eight, four], rounded=False)[0] == "int4"
-    assert forms([whole, eight], rounded=False)[0] == "int8"
-    assert forms([weights()[:, :48], four.float()], rounded=False) == ["packed"]  # not all are bfloat16 numbers
-    assert [form_of(each, "int4") for each in (whole, eight, four)] == ["bf16", "int8", "int4"]
-    assert [form_of(each, "bf16") for each in (whole, eight, four)] == ["bf16"] * 3
-
-
-def mixed(seed: int = 0) -> Any:
-    """A rounded llama, one of whose weights is of bfloat16 numbers."""
-    model = tiny_llama(seed, intermediate_size=96).bfloat16().float()
+def test_packed_matrices_of_more_bits_are_rounded_again_and_others_stay() -> None:
+    model = tiny_llama(intermediate_size=64, tie_word_embeddings=True)
+    round_weights(model, "int8")
+    kept = model.lm_head.packed
+    eight = matrix(model.model.layers[0].mlp.up_proj)
     round_weights(model, "int4")
-    torch.manual_seed(seed)
-    model.model.layers[1].mlp.down_proj.weight.data.copy_(torch.randn(32, 96).bfloat16())
-    return model
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SpeculativeDecoder]:
-    """A decoder of that model, with its passes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPECINFER_CACHE", os.environ.get("SPECINFER_CACHE") or str(tmp_path_factory.mktemp("cache")))
-        yield SpeculativeDecoder(mixed(), byte_tokenizer(), ["ngram"], compile=True)
-
-
-def test_compiled_passes_read_them_as_they_are_and_change_no_sum(compiled: SpeculativeDecoder) -> None:
-    target = compiled.target
-    assert compiled.passes == "passes: compiled"
-    assert target.ways.fast.form == "int4"
-    runners = target.ways.fast.runners.values()
-    kinds = {
-        source.kind: source.names for runner in runners for source in runner.sources if source.kind in (*BITS, "bf16")
-    }
-    assert kinds.keys() == {"int4", "int8", "bf16"}
-    assert kinds["int8"] == ("lm_head.weight",)
-    assert kinds["bf16"] == ("model.layers.1.mlp.down_proj.weight",)
-    with resumed(target):
-        assert check(target, target.ways.fast, [*range(1, 30), 95, 96, 97, 110, 200]) < 1e-5
-
-
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED])
-def test_texts_are_those_of_the_rounded_model(compiled: SpeculativeDecoder, options: dict[str, Any]) -> None:
-    plain = SpeculativeDecoder(mixed(), byte_tokenizer(), [], None, compile=False)
-    for prompt in PROMPTS:
-        assert compiled.generate(prompt, **options).token_ids == plain.generate(prompt, **options).token_ids
-
-
-def test_weights_that_are_not_rounded_any_more_run_plain(compiled: SpeculativeDecoder) -> None:
-    """New numbers of the same kinds are packed again."""
-    model, other = compiled.target.model, mixed(seed=1)
-    model.load_state_dict(other.state_dict())
-    plain = SpeculativeDecoder(other, byte_tokenizer(), [], None, compile=False)
-    wanted = plain.generate(PROMPTS[0], **GREEDY).token_ids
-    assert compiled.generate(PROMPTS[0], **GREEDY).token_ids == wanted
-    assert compiled.passes == "passes: compiled"
-    with torch.no_grad():
-        model.model.layers[0].mlp.up_proj.weight[3, 3] += 1e-3
-    compiled.generate(PROMPTS[0], **GREEDY)
-    assert "not all are numbers of 4 bits any more" in compiled.passes
-
-
-def test_output_embeddings_keep_8_bits_tied_or_not() -> None:
-    for tied in (False, True):
-        model = tiny_llama(intermediate_size=64, tie_word_embeddings=tied).bfloat16()
-        before = model.get_input_embeddings().weight.clone()
-        share = round_weights(model, "int4")
-        assert 0.5 < share <= 1
-        assert form_of(model.lm_head.weight, "int4") == "int8"
-        assert form_of(model.model.layers[0].self_attn.q_proj.weight, "int4") == "int4"
-        assert torch.equal(model.get_input_embeddings().weight, before) != tied
+    assert model.lm_head.packed is kept is model.get_input_embeddings().packed
+    assert torch.equal(matrix(model.model.layers[0].mlp.up_proj), numbers(rounded(eight, 4)))
+    four = model.model.layers[0].mlp.up_proj.packed
+    round_weights(model, "int8")
+    assert model.model.layers[0].mlp.up_proj.packed is four
 
 
 @pytest.fixture(scope="module")
@@ -189,20 +137,44 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_models_are_rounded_as_they_are_loaded_drafts_too(folder: Path) -> None:
-    made = SpeculativeDecoder.from_pretrained(str(folder), [str(folder)], dtype="float32", quantize="int8")
-    wanted = load(str(folder), "float32").model
-    round_weights(wanted, "int8")
-    for network in made.networks:
-        for name, weight in network.model.state_dict().items():
-            assert torch.equal(weight, wanted.state_dict()[name])
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
+def test_texts_are_the_rounded_models_own_compiled_and_not(folder: Path, cache: None) -> None:
+    made = SpeculativeDecoder.from_pretrained(str(folder), [str(folder)], quantize="int4", compile=True)
+    assert made.passes == "passes: compiled"
+    assert [bits_of(network.model.lm_head.packed) for network in made.networks] == [8, 8]
+    plain = SpeculativeDecoder.from_pretrained(str(folder), [], None, quantize="int4", compile=False)
+    for prompt in PROMPTS:
+        assert made.generate(prompt, **GREEDY).token_ids == plain.generate(prompt, **GREEDY).token_ids
+
+
+def test_drafts_are_rounded_where_nothing_else_is_asked_for(folder: Path, tmp_path: Path) -> None:
+    fast = rounding_pays("cpu")
+    for asked, bits in (({}, 4 if fast else 0), ({"dtype": "float32"}, 0), ({"quantize": "int8"}, 8)):
+        options = {"dtype": "auto", "device": "cpu", **asked}
+        layer = load_draft(str(folder), **options).model.model.model.layers[0].mlp.up_proj
+        assert (bits_of(layer.packed) if isinstance(layer, PackedLinear) else 0) == bits
+    GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=64, n_embd=32, n_layer=2, n_head=4)).save_pretrained(
+        tmp_path
+    )
+    byte_tokenizer().save_pretrained(tmp_path)
+    assert load_draft(str(tmp_path), "auto", "cpu").model.vocab_size == 300  # it cannot be rounded, and stays whole
+    with pytest.raises(ModelError, match="of its weights are in linear layers"):
+        load_draft(str(tmp_path), "auto", "cpu", "int4")
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantize": "int2"}, "quantize='int2' is unknown: choose int4 or int8"),
     ({"quantize": 4}, "quantize=4 is unknown"),
-    ({"quantize": "int8", "dtype": "float16"}, "float16 is not possible"),
+    ({"quantize": "int8", "dtype": "bfloat16"}, "states are float32 then: leave dtype out"),
     ({"quantize": "int8", "device_map": "auto"}, "device_map is given: leave one out"),
+    ({"quantize": "int8", "tensor_parallel": 2}, "tensor_parallel is given: leave one out"),
     ({"quantize": "int8", "quantization_config": object()}, "quantization_config is given"),
 ]
 
@@ -213,13 +185,28 @@ def test_what_cannot_be_rounded_is_refused(folder: Path, options: dict[str, Any]
         load(str(folder), **options)
 
 
-def test_models_without_linear_layers_are_refused(tmp_path: Path) -> None:
+def test_models_without_linear_layers_are_refused() -> None:
     """GPT-2's are transposed, so most of it would stay as it is."""
     model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=64, n_embd=32, n_layer=2, n_head=4))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     with pytest.raises(UnsupportedModel, match="of its weights are in linear layers"):
         round_weights(model, "int8")
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_models_that_read_weights_by_themselves_are_refused() -> None:
+    model = tiny_llama(intermediate_size=64)
+    layer = model.model.layers[0].mlp
+    layer.forward = lambda states: layer.down_proj(states @ layer.up_proj.weight.T)
+    with pytest.raises(UnsupportedModel, match="its code reads weights by itself"):
+        round_weights(model, "int8")
+
+
+def test_models_of_other_libraries_are_refused() -> None:
+    model = tiny_llama(intermediate_size=64)
+    model.hf_quantizer = object()
+    with pytest.raises(UnsupportedModel, match="another library quantised it"):
+        round_weights(model, "int8")
 
 
 def test_the_command_line_says_it_in_one_line(

@@ -385,8 +385,8 @@ def test_files_and_their_folders_are_names_of_targets_and_drafts(tmp_path: Path)
         ({"dtype": "floot32"}, "unknown dtype 'floot32'"),
         ({"device": "meta"}, "unknown device 'meta'"),
         ({"device": "cuda:99"}, "no device 'cuda:99'"),
-        ({"quantize": "int8"}, "quantize is for models in safetensors, and m.gguf is a GGUF file: leave it out"),
-        ({"tensor_parallel": 2}, "tensor_parallel is for models in safetensors"),
+        ({"quantize": "int2"}, "quantize='int2' is unknown"),
+        ({"tensor_parallel": 2}, "tensor_parallel is for models in safetensors, and m.gguf is a GGUF file: leave it"),
         ({"attn_implementation": "eager"}, "attn_implementation is for models in safetensors"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import PROMPTS, VOCAB, counted, ends, like, plain, tiny_llama
 
+import specinfer.drafts.language_model as language_model
 from specinfer import BestFirst, Chain, Expansion, ModelDraft, Sampled, SpeculativeDecoder
 from specinfer.drafts.language_model import CATCH_UP, ModelDraftSession
 from specinfer.drafts.lookup.ngram import NGramDraft
@@ -186,6 +187,36 @@ def test_what_two_drafts_propose_is_kept_apart(target, near, far):
             scores = [float(fresh(model, ids)[int(step.tree.tokens[node])]) for model in models]
             assert float(step.tree.scores[node]) == pytest.approx(max(scores), abs=1e-5)
         ids += step.tokens
+
+
+def test_ids_that_a_text_does_not_use_are_not_proposed(far, monkeypatch):
+    """As many ids as the last tokens ask for: these ask for 16 until higher ones are committed."""
+    monkeypatch.setattr(language_model, "FEWEST", 16)
+    session = ModelDraft(far).open(context([[1, 5, 9, 12, 3]]))
+    trees = [session.propose(BestFirst(12, 3), [3], 3)[0]]
+    check_tree_of_first(far, [1, 5, 9, 12, 3], trees[0], 16)
+    session.commit([list(range(VOCAB - 8, VOCAB))])
+    trees += [session.propose(BestFirst(12, 3), [VOCAB - 1], 3)[0]]
+    assert max(trees[0].tokens) < 16 <= max(trees[1].tokens)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1.0, "seed": 3}])
+def test_texts_are_the_targets_whatever_ids_a_draft_leaves_out(target, near, monkeypatch, options):
+    monkeypatch.setattr(language_model, "FEWEST", 16)
+    monkeypatch.setattr(language_model, "_bound", lambda _: 16)
+    plain_ids, own = (
+        SpeculativeDecoder(target, None, drafts, tree).generate([3, 4, 5], max_new_tokens=16, **options).token_ids
+        for drafts, tree in (([], None), ([ModelDraft(near)], BestFirst(8, 3)))
+    )
+    assert own == plain_ids
+
+
+def check_tree_of_first(model, ids, tree, words):
+    """Scores are log-probabilities among the first ids."""
+    first = fresh(model, ids)[:words].log_softmax(-1)
+    for node in range(1, len(tree)):
+        if tree.parents[node] == 0:
+            assert abs(float(tree.scores[node]) - float(first[int(tree.tokens[node])])) < 1e-5
 
 
 def test_names(far):

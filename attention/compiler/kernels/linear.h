@@ -1,10 +1,10 @@
-// Products of a few states with a weight of few bits, for compiled passes on a CPU.
+// Products of a few states with a weight of bfloat16 numbers, or of rounded ones, for compiled passes on a CPU.
 //
 // Knows: one packed weight, one matrix of states.  Does not know: models, graphs, how numbers were rounded.
 //
-// The numbers of a weight are bfloat16 numbers, or integers of 8 or 4 bits times a scale that 32 inputs share.  They
-// become float32 numbers, exactly, in registers.  So products and sums are those of float32, but far fewer bytes are
-// read, and reading is what a product of a few states waits for.  A product of many states waits for multiplications.
+// The numbers of a weight are bfloat16 numbers.  They become float32 numbers, exactly, in registers.  So products and sums
+// are those of float32, but half the bytes are read, and reading is what a product of a few states waits for.  A product
+// of many states waits for multiplications.
 // States that are bfloat16 numbers, too, take half as many where the processor has AVX512-BF16.  Where it has AMX, a tile
 // of 16 states by 32 inputs is multiplied at once with tiles of the weight as it stands.
 //
@@ -14,9 +14,6 @@
 // A packed weight is a row of blocks of 32 outputs.  Its words have 32 bits.
 //
 //     bfloat16     32 words, one for each output, hold the numbers of two inputs, the first in the lower bits
-//     8, 4 bits    word i of 16 belongs to the outputs i and 16 + i, and holds two (8 bits) or four numbers (4 bits) of
-//                  each for as many inputs, the first in the lowest bits; before each group of 32 inputs stand 16 words
-//                  of scales, bfloat16
 //     rounded      32 words, one for each output, hold integers of four inputs, the first in the lowest bits; behind all
 //                  of them stand 32 words of scales, float32, and 32 of what the sum of an output's integers times 128
 //                  is, for states are stored with 128 added
@@ -46,16 +43,14 @@ constexpr int ROWS = 12;  // states that all registers hold the sums of
 #else
 constexpr int ROWS = 6;
 #endif
-constexpr int BLOCK = 32, GROUP = 32;  // outputs of a block, inputs that share a scale
+constexpr int BLOCK = 32, GROUP = 32;  // outputs of a block, inputs between two steps of prefetching
 constexpr int64_t PANEL = 96;          // states that stay in the cache while all weights pass by
 constexpr int64_t SMALL = 1 << 16;     // multiplications that are not worth a second thread
 
 // Words that belong to one output each.
 struct Whole {
-    static constexpr int WORDS = BLOCK, SCALES = 0;  // words of as many inputs as a word has, words of scales
     Words first, second;  // of LANES outputs, and of those 16 after
 
-    SPECINFER_INLINE explicit Whole(const uint32_t*) {}
     SPECINFER_INLINE void take(const uint32_t* words) { first = load(words), second = load(words + BLOCK / 2); }
 };
 
@@ -64,7 +59,6 @@ template <class Form, class Number>
 struct WordByWord : Whole {
     using State = Number;
     static constexpr int INPUTS = sizeof(uint32_t) / sizeof(Number);  // of a word
-    using Whole::Whole;
     template <int R>
     SPECINFER_INLINE void add(const Number* states, int64_t size, Floats* low, Floats* high) const {
 #pragma GCC unroll 16
@@ -81,7 +75,6 @@ struct WordByWord : Whole {
 struct Bfloat16 : Whole {
     using State = float;
     static constexpr int INPUTS = 2;
-    using Whole::Whole;
     template <int R>
     SPECINFER_INLINE void add(const float* states, int64_t size, Floats* low, Floats* high) const {
         const Floats even[2] = {(Floats)(first << 16), (Floats)(second << 16)};
@@ -101,7 +94,6 @@ struct Bfloat16 : Whole {
 
 // The same by bfloat16 states.
 struct Bfloat16Pairs : WordByWord<Bfloat16Pairs, uint16_t> {
-    using WordByWord::WordByWord;
     SPECINFER_INLINE static Floats add_products(Floats sum, Words numbers, uint32_t pair) {
 #ifdef __AVX512BF16__
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)numbers, (__m512bh)_mm512_set1_epi32(pair));
@@ -113,46 +105,8 @@ struct Bfloat16Pairs : WordByWord<Bfloat16Pairs, uint16_t> {
     }
 };
 
-// Integers of some bits, half their range added, times the scales of a group.
-template <int BITS>
-struct Integers {
-    using State = float;
-    static constexpr int INPUTS = 16 / BITS, WORDS = BLOCK / 2, SCALES = WORDS;
-    static constexpr int TOP = 23 - BITS;  // mantissas have 23 bits
-    static constexpr uint32_t MASK = ((1u << BITS) - 1) << TOP, EXPONENT = (127u + BITS) << 23;
-    static constexpr float ZERO = 1.5f * (1 << BITS);  // as integers begin a mantissa, behind its implicit one
-    Floats low_scales, high_scales;
-    Words words;
-
-    SPECINFER_INLINE explicit Integers(const uint32_t* scales)
-        : low_scales((Floats)(load(scales) << 16)), high_scales((Floats)(load(scales) & 0xffff0000u)) {}
-    SPECINFER_INLINE void take(const uint32_t* from) { words = load(from); }
-    template <int R, int INPUT = 0>
-    SPECINFER_INLINE void add(const float* states, int64_t size, Floats* low, Floats* high) const {
-        const Floats even = times(words, 2 * BITS * INPUT, low_scales);
-        const Floats odd = times(words, 2 * BITS * INPUT + BITS, high_scales);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; r++) {
-            low[r] += even * states[r * size + INPUT];
-            high[r] += odd * states[r * size + INPUT];
-        }
-        if constexpr (INPUT + 1 < INPUTS) add<R, INPUT + 1>(states, size, low, high);
-    }
-
-    SPECINFER_INLINE static Floats times(Words words, int from, Floats scales) {
-        const Words shifted = from > TOP ? words >> (from - TOP) : words << (TOP - from);
-        const Floats integers = (Floats)((shifted & MASK) | EXPONENT);
-#if defined(__FMA__) && !defined(__clang__)
-        return integers * scales + -ZERO * scales;  // one fused instruction, which rounds nothing here
-#else
-        return (integers - ZERO) * scales;
-#endif
-    }
-};
-
 // Integers of 8 bits times the scale of their output, by states of 8 bits with 128 added.
 struct Rounded : WordByWord<Rounded, uint8_t> {
-    using WordByWord::WordByWord;
 
     // Sums are integers, which stand in registers of floats.
     SPECINFER_INLINE static Floats add_products(Floats sum, Words numbers, uint32_t four) {
@@ -196,7 +150,7 @@ struct Weights {
 // The words of a block for so many inputs.
 template <class Form>
 constexpr int64_t words_of(int64_t size) {
-    return Form::WORDS * (size / Form::INPUTS) + Form::SCALES * (size / GROUP);
+    return BLOCK * (size / Form::INPUTS);
 }
 
 // All words of a block.
@@ -215,10 +169,9 @@ void multiply(const States<Form>& states, const Weights& weights, float* sums, i
         const int64_t to = std::min<int64_t>(from + GROUP, size);
         const int64_t begin = words_of<Form>(from) / weights.share, end = words_of<Form>(to) / weights.share;
         for (int64_t word = begin; word < end; word += LINE) __builtin_prefetch(weights.next + word, 0, 2);
-        Form form(words);
-        words += Form::SCALES;
+        Form form;
 #pragma GCC unroll 1
-        for (int64_t k = from; k < to; k += Form::INPUTS, words += Form::WORDS) {
+        for (int64_t k = from; k < to; k += Form::INPUTS, words += BLOCK) {
             form.take(words);
             form.template add<R>(states.numbers + k, size, low, high);
         }
@@ -421,12 +374,6 @@ inline AOTITorchError aoti_torch_specinfer_linear_bf16(AtenTensorHandle a, AtenT
 inline AOTITorchError aoti_torch_specinfer_linear_bf16_states(
     AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle c) {
     return specinfer::call<specinfer::Bfloat16Pairs>(a, b, c);
-}
-inline AOTITorchError aoti_torch_specinfer_linear_int8(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle c) {
-    return specinfer::call<specinfer::Integers<8>>(a, b, c);
-}
-inline AOTITorchError aoti_torch_specinfer_linear_int4(AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle c) {
-    return specinfer::call<specinfer::Integers<4>>(a, b, c);
 }
 inline AOTITorchError aoti_torch_specinfer_linear_dynamic_int8(
     AtenTensorHandle a, AtenTensorHandle b, AtenTensorHandle c) {
