@@ -1,4 +1,4 @@
-"""Token trees: what one is, and how to grow, merge and lay it out.  No models, no text."""
+"""Token trees: the data structure, and how to grow, merge and lay it out.  No models, no text."""
 
 from specinfer.tree.candidates import draw_candidates, top_candidates
 from specinfer.tree.forest import Forest, Frontier, Growth, merge

@@ -1,4 +1,4 @@
-"""What a drawing of a token tree shows, whoever paints it: the nodes, their states and marks, and the layout.
+"""The content of a drawing of a token tree, whoever paints it: the nodes, their states and marks, and the layout.
 
 This module knows nodes, parents and the columns that a text takes.  It does not know tokenizers, colours or pixels: it
 is handed a function from token id to text.
@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unicodedata import east_asian_width
 
 from specinfer.tree.tidy import tidy
+from specinfer.tree.token_tree import TokenTree
 
 BONUS = "bonus"  # the state of the target's own token
-STATES = {  # what became of a node: its mark, and the words of a legend
+STATES = {  # the fate of a node: its mark, and the words of a legend
     "root": ("", "root"),
     "drafted": ("", "drafted"),
     "accepted": ("✓", "accepted"),
@@ -62,19 +63,19 @@ class TreeDrawing:
     @classmethod
     def of(
         cls,
-        tree: Any,
+        tree: TokenTree,
         text: Callable[[int], str],
         states: Sequence[str] | None = None,
         bonus: str | None = None,
         end: int = 0,
         by_hand: int | None = None,
     ) -> TreeDrawing:
-        """Describe a `TokenTree`, which imports this module.
+        """Describe a tree.
 
         Args:
             tree: of N nodes.
             text: from token id to text.
-            states: (N,) what became of the nodes; None = not verified yet.
+            states: (N,) the nodes' fates; None = not verified yet.
             bonus: the text of the bonus token.
             end: the node that the bonus token follows.
             by_hand: the draft id of nodes that no draft proposed: they have no probability.
@@ -116,5 +117,5 @@ def columns(text: str) -> int:
 
 
 def percent(probability: float) -> str:
-    """Return a probability in at most four characters, such as 62%; <1% where it would round to 0 and is not."""
+    """Return a probability in at most four characters (62%); <1% where it would round to 0 and is not."""
     return "<1%" if 0 < probability < 0.005 else f"{probability:.0%}"

@@ -1,4 +1,4 @@
-"""The trees of a batch, all at once: what a policy asks a draft for, what it has grown, and what this becomes.
+"""The trees of a batch, all at once: a policy's question to a draft, the nodes it has grown, and the trees they become.
 
     `Frontier`   the nodes that a policy asks about, one level of all rows
     `Growth`     what it has grown, on the device of the distributions

@@ -53,7 +53,7 @@ class Lattice:
         candidates, order = candidates.sort(-1)  # so that a stable sort breaks ties by the smaller token
         lists = log_probs.shape[2]
         log_probs = log_probs.gather(3, order[:, :, None].expand(-1, -1, lists, -1))
-        if lists > 1 and order.shape[1] > 1:  # those of the depth above have moved, too; depth 1 has none
+        if lists > 1 and order.shape[1] > 1:  # those of the depth above have moved as well; depth 1 has none
             above = torch.cat([torch.arange(lists, device=order.device).expand_as(order[:, :1]), order[:, :-1]], 1)
             log_probs = log_probs.gather(2, above[..., None].expand_as(log_probs))
         values, indices = log_probs.sort(dim=-1, descending=True, stable=True)

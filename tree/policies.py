@@ -34,7 +34,7 @@ MANY = 1 << 12  # candidates of a row's level, above which a source is asked for
 
 
 class Source(Protocol):
-    """What a draft offers to a policy.  Tokens of probability zero have log-probability -inf."""
+    """A draft's interface to a policy.  Tokens of probability zero have log-probability -inf."""
 
     @property
     def batch(self) -> int:
@@ -67,7 +67,7 @@ class LatticeSource(Source, Protocol):
     """A source that also answers for all depths at once."""
 
     def lattice(self, width: int) -> Lattice:
-        """Return the candidates of all depths, `width` at each if there are so many."""
+        """Return the candidates of all depths, at most `width` at each."""
 
 
 class Policy(ABC):
@@ -82,7 +82,7 @@ class Policy(ABC):
         max_depth: the greatest depth a node can have.
         idle: whether no draft is asked in the next step.
         branches: whether a node may have several children.
-        adapts: whether it chooses sizes by what it observes; else `observe` is not called.
+        adapts: whether it chooses sizes by observation; else `observe` is not called.
         takes_whole: whether it takes trees that it did not grow, and cuts them by score alone.
         prescribes: whether it asks about tokens that no source has named, so only sources of the target's tokens do.
     """
@@ -137,9 +137,9 @@ class Policy(ABC):
         """Learn from a step.
 
         Args:
-            trees: what the target scored, one per row.
+            trees: that the target scored, one per row.
             paths: accepted nodes, root excluded.
-            tokens: what each row emitted.
+            tokens: that each row emitted.
             proposing: seconds of each draft.
             seconds: of the whole step, drafts included; None if its pass read a prompt as well, or was the first of its
                 shape.
@@ -154,7 +154,7 @@ class Policy(ABC):
         return ()
 
     def reasons(self, names: Sequence[str], rows: int) -> str | None:
-        """Return what its choices rest on, in words for a result; None if it makes none.  Names are the drafts'."""
+        """Return the grounds of its choices, in words for a result; None if it makes none.  Names are the drafts'."""
         return None
 
 
@@ -278,7 +278,7 @@ class _Pool:
     def newest(self, depth: int) -> tuple[Frontier, Tensor]:
         """Return the nodes of the newest level that may have children in the pool, and their scores (B, W).
 
-        Any but the last slot's may have some.
+        All slots but the last may have some.
         """
         numbers, scores = self.numbers[:, :-1], self.scores[:, :-1]
         young = (numbers >= self.first * self.size).logical_and_(scores != -inf)
@@ -299,7 +299,7 @@ class _Pool:
         numbers, scores = pad(self.numbers, (1, 0), value=-1), pad(self.scores, (1, 0))  # the root comes first
         parents = numbers.div(self.size, rounding_mode="floor")  # among frontier nodes
         above = torch.cat(self.fronts, 1).gather(1, parents.clamp(min=0))  # (B, 1 + N) numbers of the parents
-        ascending, slots = numbers.sort(dim=1, stable=True)  # empty slots hold 0, too, and come later
+        ascending, slots = numbers.sort(dim=1, stable=True)  # empty slots also hold 0, and come later
         found = slots.gather(1, torch.searchsorted(ascending, above).clamp_(max=self.size))
         valid = scores != -inf  # NaN is valid, so that `Growth.trees` sees it
         return Growth(

@@ -1,4 +1,4 @@
-"""The token tree: what a draft proposes and one pass of the target scores.
+"""The token tree, which a draft proposes and one pass of the target scores.
 
 Knows: token ids, log-probabilities, and which draft drew what.  Does not know: models, text, tensors.
 A tree is host data and never changes.  The engine works on the trees of a whole batch (`Forest`).
@@ -16,16 +16,19 @@ from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
 from math import exp, inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from specinfer.common.display import Displayed, draw
+from specinfer.common.token_text import Tokenizer
 from specinfer.errors import TreeError
 from specinfer.tree.nodes import Distributions, Draws, Listed, Nodes, ancestors, depth_first, depths_of, in_order
 
 if TYPE_CHECKING:
     import networkx
+
+    from specinfer.common.records import Record
 
 MOST_DRAFTS = 62  # their ids are bits of a mask
 SLACK = 1e-6  # how far rounding may lift a child's score above its parent's
@@ -66,7 +69,7 @@ class TokenTree(Displayed):
         tokens, parents, scores, distributions, kind: as given; arrays are read-only.
         depths: (N,) int64; 0 at the root.
         nodes: the tree as arrays.
-        tokenizer, draft_names: of the result that it belongs to, for display alone; no part of what it is.
+        tokenizer, draft_names: of the result that it belongs to, for display alone; no part of its value.
 
     Raises:
         TreeError: an invariant is violated; the message names the node.
@@ -79,7 +82,7 @@ class TokenTree(Displayed):
     depths: np.ndarray
     scores: np.ndarray
     distributions: Distributions
-    tokenizer: Any = None
+    tokenizer: Tokenizer | None = None
     draft_names: Sequence[str] = ()
 
     def __init__(
@@ -117,12 +120,12 @@ class TokenTree(Displayed):
         names = ("tokens", "parents", "depths", "scores", "distributions")
         vars(self).update({name: getattr(nodes, name) for name in names}, nodes=nodes, kind=kind)
 
-    def set_display(self, tokenizer: Any, draft_names: Sequence[str]) -> None:
+    def set_display(self, tokenizer: Tokenizer | None, draft_names: Sequence[str]) -> None:
         """Take note of how tokens and drafts are shown."""
         vars(self).update(tokenizer=tokenizer, draft_names=draft_names)
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickle what it is, and not how it is shown."""
+    def __getstate__(self) -> dict[str, object]:
+        """Pickle its value, and not how it is shown."""
         return {name: value for name, value in vars(self).items() if name not in ("tokenizer", "draft_names")}
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -302,7 +305,7 @@ class TokenTree(Displayed):
             return 1.0
         return min(1.0, exp(self.scores[node] - self.scores[self.parents[node]]))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Return the tree as lists for JSON, from which `from_dict` makes an equal tree."""
         return {
             "kind": str(self.kind),
@@ -317,7 +320,7 @@ class TokenTree(Displayed):
         }
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> TokenTree:
+    def from_dict(cls, data: Record) -> TokenTree:
         """Build the tree that `to_dict` described.  Raises TreeError as the constructor does."""
         draws = tuple(tuple(Draw(*draw) for draw in node) for node in data["draws"])
         distributions = {(q["parent"], q["draft"]): np.array(q["distribution"]) for q in data["distributions"]}
@@ -345,7 +348,7 @@ class TokenTree(Displayed):
 
 
 def check_ranked(kind: Kind) -> None:
-    """Raise TreeError unless nodes of such a tree may be chosen from."""
+    """Raise TreeError unless nodes of a tree of this kind may be chosen from."""
     if kind is not Kind.RANKED:
         raise TreeError(f"a {kind} tree must be verified whole: choosing among drawn nodes biases the output")
 

@@ -284,8 +284,9 @@ class _WeightInputs:
 
     def cut_logits(self) -> None:
         """Make no more logits than are returned, where our kernels make them, and each depends on itself from then."""
-        returned = self.graph.output_node().args[0][0]  # the first of them
-        product, (*_, count) = returned.args[0], returned.args
+        output: Any = self.graph.output_node()
+        returned = output.args[0][0]  # the logits, cut
+        product, count = returned.args[0], returned.args[-1]
         while _is_pointwise(product.target) and len(product.all_input_nodes) == 1:
             product = product.args[0]
         if product.target not in COUNTED:

@@ -138,7 +138,7 @@ def _sizes(model: TreeModel) -> tuple[list[list[int]], int]:
     session = model.session(rows=1, capacity=4)
     extra = variants_of(model.model)[0].items()
     inputs = {name: torch.zeros(1, *shape, device=model.device, dtype=model.dtype) for name, shape in extra}
-    logits = session.append(lay_out_chains([[0]], model.device), **inputs).flat()
+    logits = session.append(lay_out_chains([[0]], model.device), None, None, **inputs).flat()
     layers = (layer.buffers for layer in session.cache.layers)
     shapes = [[keys.shape[1], keys.shape[3], values.shape[1], values.shape[3]] for keys, values in layers]
     return shapes, logits.shape[-1]

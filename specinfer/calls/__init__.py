@@ -1,1 +1,1 @@
-"""What a user may ask of an engine beside one text: streams, many prompts, conversations, scores of given text."""
+"""Calls of an engine beside one text: streams, many prompts, conversations, scores of given text."""

@@ -1,4 +1,4 @@
-"""Any number of prompts through one scheduler: results as they finish, a few rows at a time.
+"""Many prompts through one scheduler: results as they finish, a few rows at a time.
 
 Knows: where prompts come from, which request is whose, what to do with a bad prompt.
 Does not know: how requests join others, how they are decoded.
@@ -7,7 +7,7 @@ Does not know: how requests join others, how they are decoded.
 from collections.abc import Callable, Generator, Iterable, Iterator
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from specinfer.engine.requests import Request
 from specinfer.engine.scheduler import Scheduler
@@ -15,6 +15,10 @@ from specinfer.errors import NoTokenLeft, SpecinferError
 from specinfer.results import Result
 
 PATIENCE = 0.01  # seconds for which rows under way wait for a prompt that was asked for
+
+
+Numbered: TypeAlias = tuple[int, object]  # a prompt and its number, from 0
+Found: TypeAlias = tuple[Numbered | None, BaseException | None]
 
 
 class Finished(NamedTuple):
@@ -74,12 +78,12 @@ class Source:
     """
 
     def __init__(self, prompts: Iterable[object], patient: bool) -> None:
-        self._wanted, self._found = SimpleQueue[bool](), SimpleQueue[tuple[Any, BaseException | None]]()
+        self._wanted, self._found = SimpleQueue[bool](), SimpleQueue[Found]()
         self._prompts, self._patient, self._asked, self.ended = enumerate(prompts), patient, False, False
         if not patient:
             Thread(target=_serve, args=(self._prompts, self._wanted, self._found), daemon=True).start()
 
-    def next(self, wait: bool) -> tuple[int, Any] | None:
+    def next(self, wait: bool) -> Numbered | None:
         """Return the next prompt and its number; None if there is none, or none yet and nobody is to wait for it."""
         if self.ended or self._patient:
             found = None if self.ended else next(self._prompts, None)
@@ -101,7 +105,7 @@ class Source:
         self._wanted.put(False)
 
 
-def _serve(prompts: Iterator[object], wanted: "SimpleQueue[bool]", found: "SimpleQueue[Any]") -> None:
+def _serve(prompts: Iterator[Numbered], wanted: SimpleQueue[bool], found: SimpleQueue[Found]) -> None:
     """Ask for a prompt whenever one is wanted, until there is none."""
     while wanted.get():
         try:

@@ -4,7 +4,6 @@ Knows: the requests of a call, streamers of transformers.  Does not know: how th
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -28,7 +27,7 @@ class Run:
         single: whether the caller gave one prompt, not a batch.
         max_rows: requests decoded at a time; the others wait, and join as some end.  None: all at once.
         policy: how trees grow; the decoder's policy if None.
-        store: where what was read is kept, for calls after this one: see `Scheduler`.
+        store: of prefixes that were read, for calls after this one: see `Scheduler`.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class Run:
 
     @property
     def rows(self) -> list[Row]:
-        """What is decoded."""
+        """The rows that are decoded."""
         return [request.row for request in self.requests]
 
     def __iter__(self) -> Iterator[list[tuple[Row, Step]]]:
@@ -57,7 +56,7 @@ class Run:
         """Stop decoding and release the caches."""
         self._scheduler.close()
 
-    def finish(self, streamer: Any = None) -> None:
+    def finish(self, streamer: object = None) -> None:
         """Decode to the end and feed a ``transformers`` streamer, if given: the prompt, then tokens, then the end.
 
         Raises:
@@ -85,7 +84,7 @@ class Run:
                 streamer.end()
 
     def results(self) -> list[Result]:
-        """Return one result per row, of what was decoded so far."""
+        """Return one result per row, as far as it is decoded."""
         return [request.batch_result for request in self.requests]
 
     def _run(self) -> Iterator[list[tuple[Row, Step]]]:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import fsum, isnan
-from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -59,16 +58,18 @@ class Score:
 
 
 def continuations(
-    prompts: Prompts, given: Any, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+    prompts: Prompts, given: object, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> list[list[int]]:
     """Return the token ids of continuations, one for each prompt.
 
     Raises:
         InputError: there is not one for each, or one cannot be read.
     """
-    if not prompts.single and (isinstance(given, str) or not isinstance(given, Iterable)):
+    if prompts.single:
+        given = [given]
+    elif isinstance(given, str) or not isinstance(given, Iterable):
         raise InputError("several prompts need a list of continuations: give one for each prompt")
-    every = [given] if prompts.single else list(given)
+    every = list(given)
     if len(every) != len(prompts.rows):
         raise InputError(f"{len(prompts.rows)} prompts and {len(every)} continuations: give one for each prompt")
     wanted = [_ids(continuation, tokenizer, row) for row, continuation in enumerate(every)]
@@ -76,7 +77,7 @@ def continuations(
     return wanted
 
 
-def _ids(continuation: Any, tokenizer: Any, row: int) -> list[int]:
+def _ids(continuation: object, tokenizer: PreTrainedTokenizerBase | None, row: int) -> list[int]:
     """Return the token ids of a continuation."""
     continuation = plain(continuation)
     if isinstance(continuation, str):

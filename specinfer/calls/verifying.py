@@ -43,7 +43,7 @@ def verify_tree(
 
     Raises:
         InputError: logits of another shape or vocabulary than the tree's; a bad prefix or seed.
-        PairingError: the rule would be biased on such trees.
+        PairingError: the rule would be biased on trees of this kind.
         SamplingError: an option that is unknown or impossible, by name.
         NumericalError: nothing can be chosen from the logits.
     """

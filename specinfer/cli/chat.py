@@ -5,10 +5,10 @@ Does not know: how text is decoded, how a turn begins with what the last one rea
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -39,7 +39,7 @@ def chat(
     system: Annotated[str | None, Option(help="A system message.", show_default="the chat template's")] = None,
 ) -> None:
     """Talk to the target; accepted tokens have the colour of their draft. Earlier turns are not read again."""
-    conversation = Chat(models.decoder(grown=trees.policy), system, asdict(sampling))
+    conversation = Chat(models.decoder(grown=trees.policy), system, sampling)
     if sys.stdin.isatty():
         print(f"{conversation.legend}\n/help lists commands", file=sys.stderr)
     for line in lines():
@@ -53,7 +53,7 @@ def chat(
 
 
 def lines() -> Iterator[str]:
-    """Yield what is typed, or stands on standard input, line by line; Ctrl-C drops a line."""
+    """Yield the lines that are typed, or stand on standard input; Ctrl-C drops a line."""
     typed = sys.stdin.isatty()
     if typed:
         with suppress(ImportError):
@@ -74,19 +74,19 @@ class Chat:
     Args:
         decoder: whose target answers.
         system: the system message, if any.
-        asked: options of every answer.
+        sampling: options of every answer.
 
     Raises:
         InputError: the target has no chat template.
     """
 
-    def __init__(self, decoder: "SpeculativeDecoder", system: str | None, asked: dict[str, Any]) -> None:
+    def __init__(self, decoder: "SpeculativeDecoder", system: str | None, sampling: options.Sampling) -> None:
         from specinfer.viz.style import SHAPES, TERMINAL, by_draft
         from specinfer.viz.text import in_colours
 
         if not getattr(decoder.tokenizer, "chat_template", None):
             raise InputError("this target has no chat template, so it takes no turns: use `specinfer generate`")
-        self.decoder, self.asked = decoder, asked
+        self.decoder, self.sampling = decoder, sampling
         self.beginning = [{"role": "system", "content": system}] if system else []
         names = enumerate(draft.name for draft in decoder.drafts) if in_colours(sys.stdout) else ()
         self.looks = {name: (SHAPES[number % len(SHAPES)], TERMINAL[by_draft(number)]) for number, name in names}
@@ -109,19 +109,13 @@ class Chat:
         return "   ".join([*signs, "the target's own"]) if signs else ""
 
     def take(self, line: str) -> bool:
-        """Answer a message or do what a command says; return whether the conversation goes on.
+        """Answer a message or follow a command; return whether the conversation goes on.
 
         Raises:
-            SpecinferError: it cannot be answered or done; what was said before stays.
+            SpecinferError: it cannot be answered or done; earlier messages stay.
         """
         name, _, value = line.partition(" ")
-        commands: dict[str, Callable[[str], None]] = {
-            "/stats": self.stats,
-            "/tree": self.tree,
-            "/seed": self.seed,
-            "/new": self.new,
-            "/help": self.help,
-        }
+        commands = {f"/{each.__name__}": each for each in (self.stats, self.tree, self.seed, self.new, self.help)}
         if name == "/exit":
             return False
         if not name.startswith("/"):
@@ -138,7 +132,7 @@ class Chat:
         from specinfer.viz.text import painted
 
         messages = [*self.messages, {"role": "user", "content": text}]
-        run = Run([self.decoder.prepare(messages, **self.asked)], store=self.store)
+        run = Run([self.decoder.prepare(messages, **asdict(self.sampling))], store=self.store)
         with busy("reading"):
             try:
                 for piece, author in authored(run, self.decoder.tokenizer):
@@ -151,7 +145,7 @@ class Chat:
         self.messages = [*messages, {"role": "assistant", "content": self.result.text}]
 
     def stats(self, _: str = "") -> None:
-        """Print what speculation did for the last answer."""
+        """Print the figures of the last answer."""
         result = self._answered()
         known = result.stats.cached_tokens
         print(f"prompt: {len(result.prompt_ids)} tokens, {known} of them known from the turn before")
@@ -166,10 +160,10 @@ class Chat:
         """Set or show the seed."""
         if number:
             try:
-                self.asked["seed"] = int(number)
+                self.sampling = replace(self.sampling, seed=int(number))
             except ValueError:
                 raise InputError(f"/seed {number} is not a seed: give a whole number") from None
-        print(f"seed {self.asked['seed']}{'' if self.asked['temperature'] else ', of no effect at temperature 0'}")
+        print(f"seed {self.sampling.seed}{'' if self.sampling.temperature else ', of no effect at temperature 0'}")
 
     def new(self, _: str = "") -> None:
         """Begin a new conversation."""

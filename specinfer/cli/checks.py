@@ -1,4 +1,4 @@
-"""``specinfer check-model``, ``check-draft``, ``compile`` and ``certify``: what comes before any text.
+"""``specinfer check-model``, ``check-draft``, ``compile`` and ``certify``: checks before any text.
 
 Knows: the options.
 Does not know: how models and drafts are checked, how models are compiled, how distributions are enumerated.
@@ -79,13 +79,13 @@ def check_draft(
         from specinfer.evaluation.doctor import PROMPTS
         from specinfer.evaluation.doctor import check_draft as run
 
-    kind = plot and _picture_kind(plot)
+    kind = _picture_kind(plot) if plot else None
     texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] or list(PROMPTS)
     drafts = [_unrefused(name, layers.dtype, layers.device, quantize) for name in draft or ["bundled"]]
     decoder = options.load_decoder(target, drafts, quantize=quantize, **layers.loading())
     report = run(decoder, texts, max_new_tokens=max_new_tokens, progress=Bars())
     if plot is not None:
-        report.plot().figure.savefig(drawn := BytesIO(), format=kind, dpi=150)
+        report.plot().figure.canvas.print_figure(drawn := BytesIO(), format=kind, dpi=150)
         write_whole(plot, drawn.getvalue())
     print_json(report.to_dict()) if as_json else print(report)
 
@@ -155,12 +155,8 @@ def certify(as_json: options.Json = False) -> None:
     certificates = certify(progress=Bars())
     show([certificate.to_dict() if as_json else _certificate_row(certificate) for certificate in certificates], as_json)
     unexpected = [certificate for certificate in certificates if not certificate.passed]
-    many = f"{len(certificates)} pairs"
-    words = (
-        f"{len(unexpected)} of {many} are not as expected: see the column passed"
-        if unexpected
-        else f"all {many} are as expected"
-    )
+    failures = f"{len(unexpected)} of {len(certificates)} pairs are not as expected: see the column passed"
+    words = failures if unexpected else f"all {len(certificates)} pairs are as expected"
     print(*([] if as_json else folded([DISTANCES])), words, sep="\n", file=sys.stderr)
     if unexpected:
         raise typer.Exit(1)

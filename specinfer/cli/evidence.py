@@ -1,4 +1,4 @@
-"""``specinfer record``, ``replay`` and ``paper-tables``: traces, and what verification makes of them.
+"""``specinfer record``, ``replay`` and ``paper-tables``: traces, and verification replayed on them.
 
 Knows: the options, which trees and verifiers a replay tries.  Does not know: how a trace is recorded or replayed.
 """
@@ -180,7 +180,7 @@ def paper_tables(
 def _policies(
     trace: "Trace", trees: list[str], nodes: list[int] | None, depth: int | None, expansion: list[str] | None
 ) -> "list[Policy]":
-    """Return the policies that the options name, by default what the trace can answer."""
+    """Return the policies that the options name, by default those that the trace can answer for."""
     from specinfer.tree import BestFirst, Chain, Expansion, Sampled
 
     if unknown := [name for name in trees if name not in TREES]:

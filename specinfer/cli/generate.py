@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 from typer import Option
 
@@ -18,6 +18,7 @@ from specinfer.errors import InputError
 
 if TYPE_CHECKING:
     from specinfer.calls.text_stream import TextStream
+    from specinfer.decoder import SpeculativeDecoder
     from specinfer.drafts.lookup.memory import Memory
     from specinfer.results import Result
 
@@ -28,7 +29,7 @@ UNFINISHED = "unfinished"  # a result's end, if it was interrupted
 
 @dataclass(frozen=True)
 class Learning:
-    """What is kept of a text for later ones."""
+    """Files in which a text leaves something for later ones."""
 
     profile: Annotated[
         Path | None, Option(help="File of what auto learnt: used if it exists, so that runs repeat; otherwise written.")
@@ -49,12 +50,14 @@ class Learning:
             return None
         return Memory.load(self.memory) if self.memory.exists() else Memory()
 
-    def keep(self, decoder: Any, known: Path | None) -> None:
-        """Write what was learnt; a profile that was known stays as it is."""
-        if self.profile and not known:
+    def keep(self, decoder: "SpeculativeDecoder", known: Path | None) -> None:
+        """Write the profile, memory and drafts; a profile that was known stays as it is."""
+        from specinfer.adaptive.policy import Auto
+
+        if self.profile and not known and isinstance(decoder.policy, Auto):
             decoder.policy.save(self.profile)
             print(f"profile: wrote {self.profile}; the next runs start from it", file=sys.stderr)
-        if self.memory:
+        if self.memory and decoder.memory:
             decoder.memory.save(self.memory)
         if self.save_drafts:
             decoder.save_drafts(self.save_drafts)
@@ -74,8 +77,8 @@ class Output:
         bool, Option("--logprobs", help="With --json or --save: the target's log-probability of each new token.")
     ] = False
 
-    def write(self, result: Any, many: bool) -> None:
-        """Write and print a result, or the summary of many."""
+    def write(self, result: "Result") -> None:
+        """Write and print a result."""
         if self.save:
             result.save(self.save)
         if self.html:
@@ -83,10 +86,8 @@ class Output:
         if self.svg:
             result.to_svg(self.svg)
         if self.as_json:
-            steps = {"steps": [step.to_dict() for step in result.steps]} if self.steps and not many else {}
+            steps = {"steps": [step.to_dict() for step in result.steps]} if self.steps else {}
             print_json(result.to_dict() | steps)
-        elif many:
-            print(result)
         else:
             summarise(result, self.show_tree)
 
@@ -105,7 +106,7 @@ def generate(
     sampling: options.Sampling,
     form: options.Form,
     penalty_alpha: Annotated[
-        float | None, Option(help="Contrastive search among --top-k candidates, with this penalty, such as 0.6.")
+        float | None, Option(help="Contrastive search among --top-k candidates, with this penalty (0.6, for example).")
     ] = None,
     confidence_gate: Annotated[
         float | None, Option(help="Draft only after tokens to which the target gave at least this probability.")
@@ -118,8 +119,7 @@ def generate(
     """Generate text, streamed, with a summary of what speculation did; or for whole files, into a folder."""
     _check_combination(SimpleNamespace(**locals(), **vars(learning), **vars(output)))
     text = "" if prompt is None else read_prompt(prompt, tensor_parallel)
-    lines: Any = ()
-    written = form.asked()
+    asked = asdict(sampling) | form.asked() | {"raw": raw, "penalty_alpha": penalty_alpha}
     with loading():
         if prompts:
             from specinfer.batch import generate_files, read_prompts
@@ -134,18 +134,18 @@ def generate(
         online=learning.online,
         memory=texts,
     )
-    asked: dict[str, Any] = {**asdict(sampling), **written, "raw": raw, "penalty_alpha": penalty_alpha}
-    result: Any
     if out:
         with resumable(out):
-            result = generate_files(decoder, lines, out, max_rows=max_rows, progress=Bars(), **asked)
-    else:
-        result = streamed(decoder.stream(text, **asked, logprobs=output.logprobs), quiet=output.as_json)
-    interrupted = not out and result.finish_reason == UNFINISHED
+            summary = generate_files(decoder, lines, out, max_rows=max_rows, progress=Bars(), **asked)
+        learning.keep(decoder, known)
+        print_json(summary.to_dict()) if output.as_json else print(summary)
+        return
+    result = streamed(decoder.stream(text, **asked, logprobs=output.logprobs), quiet=output.as_json)
     if not decoder.target.ranks.is_first:
         return
+    interrupted = result.finish_reason == UNFINISHED
     learning.keep(decoder, known or (learning.profile if interrupted else None))
-    output.write(result, many=out is not None)
+    output.write(result)
     if interrupted:
         raise SystemExit(INTERRUPTED)
 
@@ -177,7 +177,7 @@ def _check_combination(given: SimpleNamespace) -> None:
 
 
 def streamed(stream: "TextStream", quiet: bool) -> "Result":
-    """Print the pieces of a text as they come; return the result, of what there is when Ctrl-C is pressed."""
+    """Print the pieces of a text as they come; return the result, cut off where Ctrl-C is pressed."""
     printed = 0
     with busy("generating"):
         try:
@@ -196,7 +196,7 @@ def streamed(stream: "TextStream", quiet: bool) -> "Result":
 
 
 def summarise(result: "Result", show_tree: bool) -> None:
-    """Print what speculation did, and the tree that gained most."""
+    """Print the figures of a result, and the tree that gained most."""
     print("\n", end="", flush=True)
     print(file=sys.stderr)
     print_stats(result, sys.stderr)
@@ -207,7 +207,7 @@ def summarise(result: "Result", show_tree: bool) -> None:
 
 
 def print_stats(result: "Result", file: TextIO) -> None:
-    """Print what speculation did, and why."""
+    """Print the figures of a result, with notes on them."""
     stats = result.stats
     contributions = stats.drafts if len(stats.drafts) > 1 else ()
     print(stats, *contributions, *(f"note: {note}" for note in stats.notes), sep="\n", file=file, flush=True)
@@ -243,7 +243,7 @@ def tree(
 
 
 def check_step(step: str) -> None:
-    """Raise `InputError` for what is neither a step's number nor the word for the best one."""
+    """Raise `InputError` for a word that is neither a step's number nor the one for the best step."""
     if step != BEST and (not step.isdecimal() or int(step) < 1):
         raise InputError(f"step {step!r} does not exist: give a number from 1 on, or {BEST}")
 

@@ -262,7 +262,7 @@ def _sizes(text: str) -> dict[int | str, str]:
     """Return the size per device that `--max-memory` lists."""
     parts = [part.partition("=") for part in text.split(",")]
     if not all(device and size for device, _, size in parts):
-        raise InputError(f"--max-memory {text!r} is not a list of sizes such as cpu=8GiB,0=20GiB")
+        raise InputError(f"--max-memory {text!r} is not a list of sizes like cpu=8GiB,0=20GiB")
     return {int(device) if device.isdecimal() else device: size for device, _, size in parts}
 
 
@@ -276,7 +276,7 @@ def listed(option: str, text: str, number: Callable[[str], Number], form: str) -
 
 def expansion_widths(text: str) -> tuple[int, ...]:
     """Return the children per level that `--expansion` lists."""
-    widths = listed("--expansion", text, int, "whole numbers such as 1,1,3")
+    widths = listed("--expansion", text, int, "whole numbers like 1,1,3")
     if min(widths) < 1:
         raise InputError(f"--expansion {text!r}: every level needs a child; leave levels out to stop earlier")
     return widths

@@ -1,4 +1,4 @@
-"""What commands print: tables, JSON, what is kept after Ctrl-C.  It also keeps transformers from printing.
+"""The output of commands: tables, JSON, the words after Ctrl-C.  It also keeps transformers from printing.
 
 Knows: the terminal.  Does not know: what the figures mean.
 """
@@ -18,7 +18,7 @@ from specinfer.common.records import holds_results
 from specinfer.common.values import mapped
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
-WIDEST = 10_000  # columns of what is no terminal: nothing is folded
+WIDEST = 10_000  # columns where there is no terminal: nothing is folded
 
 
 def print_json(value: object) -> None:

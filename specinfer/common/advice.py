@@ -1,4 +1,4 @@
-"""What was probably meant by a word that is not known.
+"""Guesses of the word that was meant by one that is not known.
 
 Knows: how words are misspelt, and what other libraries call the same things.  Does not know: who takes which words.
 """

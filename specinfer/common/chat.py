@@ -8,14 +8,16 @@ template does not read would be dropped without a word, so it is refused by name
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypeAlias, TypedDict
 
 from specinfer.common.values import plain
 from specinfer.errors import InputError
 
+Message: TypeAlias = Mapping[str, object]
+
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text, by OpenAI's names
 REPR = 16  # characters that show how parts look in Python; the end is cut where an answer is continued
-BEGINNING = [{"role": "user", "content": "x"}]  # messages that show what a template's texts begin with
+BEGINNING = [{"role": "user", "content": "x"}]  # messages that show the beginning of a template's texts
 
 
 class ChatOptions(TypedDict, total=False):
@@ -28,7 +30,7 @@ class ChatOptions(TypedDict, total=False):
         enable_thinking: whether a model that thinks aloud does; the template must read it.
         chat_template_kwargs: other variables of the template, by name.
         sanitize_control_tokens: whether control tokens that messages spell out stay text.  Transformers before 5.23
-            know no such option.
+            does not know the option.
     """
 
     tools: Sequence[object] | None
@@ -56,12 +58,12 @@ def _variables(options: ChatOptions) -> dict[str, object]:
     return {**more, **{name: value for name, value in given.items() if value is not None}}
 
 
-def rendered(messages: Sequence[Any], tokenizer: Any, options: ChatOptions, tokenize: bool = True) -> Any:
+def rendered(messages: Sequence[Message], tokenizer: Any, options: ChatOptions, tokenize: bool = True) -> object:
     """Return a tokenizer's encoding of messages, or the text that its template writes.
 
     Raises:
         InputError: a content that is no text, or an option that the template does not read.
-        Exception: what tokenizers and templates raise.
+        Exception: of any kind, as tokenizers and templates raise them.
     """
     if not all(isinstance(message, Mapping) for message in messages):
         raise InputError("a message is not a dict: give each a role and a content")
@@ -71,11 +73,11 @@ def rendered(messages: Sequence[Any], tokenizer: Any, options: ChatOptions, toke
     ending = _ending(messages, options)
     safe = {"sanitize_control_tokens": True} if options.get("sanitize_control_tokens") else {}
 
-    def write(given: Sequence[Any], tokenize: bool) -> Any:
+    def write(given: Sequence[Message], tokenize: bool) -> object:
         more = {**ending, **variables, **(safe if tokenize else {})}
         return tokenizer.apply_chat_template([*given], tokenize=tokenize, return_dict=True, **more)
 
-    return write(_as_read(messages, lambda given: write(given, False)), tokenize)
+    return write(_as_read(messages, lambda given: str(write(given, False))), tokenize)
 
 
 def begins_as_rendered(text: str, tokenizer: object) -> str:
@@ -85,14 +87,14 @@ def begins_as_rendered(text: str, tokenizer: object) -> str:
     if not found or not getattr(tokenizer, "chat_template", None):
         return ""
     try:
-        written = rendered(BEGINNING, tokenizer, ChatOptions(), tokenize=False)
+        written = str(rendered(BEGINNING, tokenizer, ChatOptions(), tokenize=False))
     except Exception:  # templates may raise anything
         return ""
     token = max(found, key=len)
     return token if written.startswith(token) else ""
 
 
-def _ending(messages: Sequence[Any], options: ChatOptions) -> dict[str, object]:
+def _ending(messages: Sequence[Message], options: ChatOptions) -> dict[str, object]:
     """Return how the prompt ends: with a turn that is begun, or in the last message.
 
     Raises:
@@ -111,15 +113,15 @@ def _ending(messages: Sequence[Any], options: ChatOptions) -> dict[str, object]:
     return {"add_generation_prompt": not continued if begin is None else begin, "continue_final_message": continued}
 
 
-def _check_read(name: str, tokenizer: Any, tools: Any) -> None:
+def _check_read(name: str, tokenizer: object, tools: object) -> None:
     """Raise `InputError` unless the tokenizer's template has a variable of this name."""
     choose = getattr(tokenizer, "get_chat_template", None)
-    template = choose(tools=tools) if choose else tokenizer.chat_template
+    template = choose(tools=tools) if choose else getattr(tokenizer, "chat_template", None)
     if not re.search(rf"\b{re.escape(name)}\b", str(template)):
         raise InputError(f"this tokenizer's chat template does not read {name}, so nothing would change: leave it out")
 
 
-def _as_read(messages: Sequence[Any], write: Callable[[Sequence[object]], str]) -> Sequence[object]:
+def _as_read(messages: Sequence[Message], write: Callable[[Sequence[Message]], str]) -> Sequence[Message]:
     """Return messages with contents in the form that a template writes out: as given, as strings, or as parts.
 
     Raises:
@@ -134,8 +136,8 @@ def _as_read(messages: Sequence[Any], write: Callable[[Sequence[object]], str]) 
     return messages if all(isinstance(message.get("content"), str | None) for message in messages) else strings
 
 
-def _is_written(messages: Sequence[Any], texts: Sequence[str], write: Callable[[Sequence[Any]], str]) -> bool:
-    """Return whether a template writes out what users say, and not how parts look in Python."""
+def _is_written(messages: Sequence[Message], texts: Sequence[str], write: Callable[[Sequence[Message]], str]) -> bool:
+    """Return whether a template writes out the users' texts, and not how parts look in Python."""
     try:
         written = write(messages)
     except Exception:  # templates may raise anything
@@ -146,12 +148,12 @@ def _is_written(messages: Sequence[Any], texts: Sequence[str], write: Callable[[
     return all(text.strip() in written for text in said) and not any(each in written for each in looks)
 
 
-def _with(message: Mapping[str, object], content: Any) -> Mapping[str, object]:
-    """Return a message with its content in another form; what has none stays so."""
+def _with(message: Message, content: object) -> Message:
+    """Return a message with its content in another form; one without a content stays so."""
     return message if message.get("content") is None else {**message, "content": content}
 
 
-def _text(message: Mapping[str, object]) -> str:
+def _text(message: Message) -> str:
     """Return the text of a message, whose content may be given as parts.
 
     Raises:

@@ -18,7 +18,7 @@ def register(finder: Callable[[str], Callable[..., object]]) -> None:
     _finders.append(finder)
 
 
-def draw(name: str, *args: Any, **options: Any) -> Any:
+def draw(name: str, *args: object, **options: object) -> Any:
     """Call the drawing function of this name."""
     return _finders[-1](name)(*args, **options)
 

@@ -49,8 +49,8 @@ def storing(path: Path) -> Iterator[None]:
         raise InputError(f"cannot write {path} ({reason}): choose a folder that can be written") from error
 
 
-def checked_path(path: Any) -> Path:
-    """Return the path of a file, with ~ expanded; raise `InputError` for what no file can be called."""
+def checked_path(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a file, with ~ expanded; raise `InputError` for a name that no file can have."""
     with suppress(TypeError, ValueError, RuntimeError):  # the last if there is no home
         found = Path(os.path.expanduser(os.fspath(path)))
         if found.name and b"\0" not in os.fsencode(found):
@@ -126,7 +126,7 @@ def write_json(path: str | os.PathLike[str], value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return what `write_json` wrote, or None if there is no such file.
+    """Return the value that `write_json` wrote, or None if the file does not exist.
 
     Raises:
         InputError: the file is not JSON, or cannot be read.

@@ -16,7 +16,7 @@ HAS_LARGE_PAGES = hasattr(mmap, "MADV_HUGEPAGE")
 
 def free_bytes(device: torch.device = torch.device("cpu")) -> float:  # noqa: B008
     """Return the memory of a device that is available, without swapping, infinite if the system does not say."""
-    if device.type == "cuda":  # what torch holds and nobody uses is available, too
+    if device.type == "cuda":  # memory that torch holds and nobody uses is also available
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + held)
     try:
@@ -27,7 +27,7 @@ def free_bytes(device: torch.device = torch.device("cpu")) -> float:  # noqa: B0
 
 
 class LargePages:
-    """Memory for what is read whole again and again, side by side in large pages where the system has them.
+    """Memory for data that is read whole again and again, side by side in large pages where the system has them.
 
     Every small page (4 kB) costs a processor a look-up of its address, and a virtual machine a long one: there two
     cores of a Xeon read packed weights at 27 GB/s from large pages and at 19 GB/s from small ones.
@@ -38,7 +38,7 @@ class LargePages:
         self._free = range(0)  # bytes of it
 
     def zeros(self, size: int) -> Tensor:
-        """Return so many bytes, all zero, uint8."""
+        """Return zeros, uint8, of a size in bytes."""
         if not HAS_LARGE_PAGES or not size:
             return torch.zeros(size, dtype=torch.uint8)
         if len(self._free) < size:

@@ -1,4 +1,4 @@
-"""What loading a model takes besides its name: transformers' options that are passed on, and where layers go.
+"""Options of loading a model: transformers' options that are passed on, and where layers go.
 
 Knows: names and values of these options, which devices there are, whether a folder can be written.
 Does not know: how models are found and loaded.
@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -18,7 +18,7 @@ from specinfer.common.advice import did_you_mean, where_to_give
 from specinfer.errors import ModelError
 
 DeviceMap: TypeAlias = str | int | Mapping[str, str | int | torch.device] | torch.device | None
-HUB = ("cache_dir", "revision", "subfolder", "token")  # which files are read, of tokenizers, too
+HUB = ("cache_dir", "revision", "subfolder", "token")  # which files are read, also of tokenizers
 PASSED_ON: dict[str, type | UnionType] = {  # options of transformers, and their types
     "cache_dir": str | os.PathLike,
     "revision": str,
@@ -50,7 +50,7 @@ DEVICES: dict[str, Callable[[], int]] = {
 PLANS = ("auto", "balanced", "balanced_low_0", "sequential")  # words for device maps
 
 
-def checked_options(given: Mapping[str, object], others: Iterable[str] = ()) -> dict[str, Any]:
+def checked_options(given: Mapping[str, object], others: Iterable[str] = ()) -> dict[str, object]:
     """Return the options to pass on to transformers.
 
     Args:
@@ -74,15 +74,17 @@ def checked_options(given: Mapping[str, object], others: Iterable[str] = ()) -> 
 
 
 def _advice(name: str, others: Iterable[str]) -> str:
-    """Return what may have been meant."""
+    """Return advice on the option that may have been meant."""
     from transformers import GenerationConfig
 
     passed = f"besides those of this function, transformers' {', '.join(PASSED_ON)} are passed on"
     return where_to_give(name, [*PASSED_ON, *others], {"`generate`": vars(GenerationConfig())}, passed)
 
 
-def checked_placement(device_map: object, max_memory: object, offload_folder: object, device: object) -> dict[str, Any]:
-    """Return what tells transformers where layers go; nothing without a device map.
+def checked_placement(
+    device_map: object, max_memory: object, offload_folder: str | os.PathLike[str] | None, device: object
+) -> dict[str, object]:
+    """Return transformers' options that say where layers go; none without a device map.
 
     Raises:
         ModelError: a value that is not possible on this machine, values that contradict each other, no accelerate, or
@@ -126,13 +128,13 @@ def _check_device(where: object, choices: str) -> None:
     if kind not in DEVICES or not (number or "0").isdecimal():
         raise ModelError(f"device_map has {where!r:.40}: {did_you_mean(text, [*PLANS, *DEVICES], f'give {choices}')}")
     if int(number or 0) >= (count := DEVICES[kind]()):
-        raise ModelError(f"device_map has {where!r:.40}, and torch sees {count} such devices: give {choices}")
+        raise ModelError(f"device_map has {where!r:.40}, and torch sees {count} of these devices: give {choices}")
 
 
 def _sizes(max_memory: object) -> dict[int | str, int]:
     from accelerate.utils import convert_file_size_to_int
 
-    form = 'a dict such as {"cpu": "8GiB", 0: "20GiB"}'
+    form = 'a dict like {"cpu": "8GiB", 0: "20GiB"}'
     if not isinstance(max_memory, Mapping):
         raise ModelError(f"max_memory={max_memory!r:.60}: give {form}")
     for where, size in max_memory.items():
@@ -141,14 +143,14 @@ def _sizes(max_memory: object) -> dict[int | str, int]:
             gpus = torch.cuda.device_count()
             raise ModelError(f"max_memory has {where!r:.40}, and this machine has cpu and {gpus} GPUs: give {form}")
         if isinstance(size, bool) or not isinstance(size, int | str):
-            raise ModelError(f"max_memory has {size!r:.40} for {where}: give bytes, or a size such as '8GiB'")
+            raise ModelError(f"max_memory has {size!r:.40} for {where}: give bytes, or a size like '8GiB'")
     try:
         return {where: convert_file_size_to_int(size) for where, size in max_memory.items()}
     except ValueError as error:
         raise ModelError(f"max_memory={dict(max_memory)!r:.60}: {error}") from None
 
 
-def _folder(folder: Any) -> str:
+def _folder(folder: str | os.PathLike[str]) -> str:
     """Return a folder's path; it is there then, and can be written."""
     try:
         path = Path(os.path.expanduser(os.fspath(folder)))

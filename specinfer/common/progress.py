@@ -1,4 +1,4 @@
-"""What is under way, on standard error: a bar in a terminal; elsewhere, such as in a file, a line now and then.
+"""Progress of work on standard error: a bar in a terminal; elsewhere, in a file for example, a line now and then.
 
 Knows: rich, clocks, that of several processes the first speaks.  Does not know: what the work is.
 """
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress as Display
     from rich.progress import ProgressColumn
 
-Figures: TypeAlias = dict[str, Any]  # by name, such as "tokens"
+Figures: TypeAlias = dict[str, Any]  # by name: "tokens", for example
 Progress: TypeAlias = Callable[[str, int, int, Figures], None]  # (stage, number done, of all, figures)
 Work = TypeVar("Work")
 
@@ -69,7 +69,7 @@ def tracked(work: Sequence[Work], stage: str, progress: Progress) -> Iterator[Wo
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Show on a terminal what is under way, and for how long: until this or all is closed, or more is shown."""
+    """Show on a terminal the work under way, and for how long: until this or all is closed, or more is shown."""
     from rich.progress import TextColumn, TimeElapsedColumn
 
     _show(TextColumn(f"{what} ...", markup=False), TimeElapsedColumn(), transient=True).add_task("", total=None)
@@ -80,7 +80,7 @@ def busy(what: str) -> Iterator[None]:
 
 
 def close_bars() -> None:
-    """End what is shown, before anything else is printed; bars stay on the terminal as they are."""
+    """End the display, before anything else is printed; bars stay on the terminal as they are."""
     while _displays:
         _displays.pop().stop()
 

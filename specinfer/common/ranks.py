@@ -18,7 +18,7 @@ from datetime import timedelta
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -31,7 +31,7 @@ Value = TypeVar("Value", int, float)
 
 PATIENCE = "SPECINFER_RANKS_TIMEOUT"  # variable: seconds that a process waits for others, instead of these two:
 START_SECONDS = 60.0  # until all have started
-STEP_SECONDS = 600.0  # until all are where one of them is, such as after loading
+STEP_SECONDS = 600.0  # until all are where one of them is, after loading for example
 REPORT_SECONDS = 5.0  # how long a failing process waits for the first one to say the same
 LOWEST = -(2**63)
 LOST = "another of the processes that share the model ended, or did not answer in time"
@@ -43,17 +43,17 @@ class Ranks:
 
     Args:
         group: which of them talk through the host's memory (gloo), whatever the model's device is.
-        busy: what a pass holds in this process.
+        busy: the lock that a pass holds in this process.
         stages: parts of the layers; each process holds one of them (pipeline parallel).
     """
 
-    def __init__(self, group: Any = None, busy: Any = None, stages: int = 1) -> None:
-        self.group, self.busy, self.stages = group, busy, stages
+    def __init__(self, group: "dist.ProcessGroup | None" = None, busy: "Lock | None" = None, stages: int = 1) -> None:
+        self.group, self.busy, self.stages = group, busy or Lock(), stages
         self.size = 1 if group is None else dist.get_world_size(group)
         self.is_first = group is None or dist.get_rank(group) == 0
 
     @classmethod
-    def of(cls, model: Any) -> "Ranks":
+    def of(cls, model: object) -> "Ranks":
         """Return the processes that a model's weights are spread over, from what transformers notes on the model.
 
         Raises:
@@ -74,11 +74,11 @@ class Ranks:
         return cls(*shared, sizes.get("pp", 1))
 
     @contextmanager
-    def together(self, *values: Any) -> Iterator[None]:
+    def together(self, *values: object) -> Iterator[None]:
         """Run a pass that all processes run, after a check that they are about to run the same one.
 
         Args:
-            values: what must be the same: tensors, and what prints alike.
+            values: that must be the same: tensors, and values that print alike.
 
         Raises:
             RankError: the processes disagree, another one is lost, or two threads of this one run passes at once.
@@ -105,7 +105,7 @@ class Ranks:
                 raise RankError(f"the processes that share the model disagree on what to run next: {ADVICE}")
 
     def largest(self, values: Sequence[Value]) -> list[Value]:
-        """Return the largest of what the processes have, number by number.
+        """Return the largest values of all processes, number by number.
 
         Raises:
             RankError: another process is lost.
@@ -119,7 +119,7 @@ class Ranks:
         return shared.tolist()
 
     def first(self, values: Sequence[int]) -> list[int]:
-        """Return what the first process has, as numbers of 64 bits with a sign.
+        """Return the first process's values, as numbers of 64 bits with a sign.
 
         Raises:
             RankError: another process is lost, or has more or fewer.
@@ -129,8 +129,8 @@ class Ranks:
 
 
 ALONE = Ranks()
-# by world: its group for what is agreed on, and what its passes hold
-_shared: WeakKeyDictionary[object, tuple[object, Lock]] = WeakKeyDictionary()
+# by world: its group for agreements, and the lock that its passes hold
+_shared: WeakKeyDictionary[object, tuple["dist.ProcessGroup", Lock]] = WeakKeyDictionary()
 
 
 def _bytes(value: object) -> bytes:
@@ -139,7 +139,7 @@ def _bytes(value: object) -> bytes:
 
 @contextmanager
 def lost_ranks() -> Iterator[None]:
-    """Turn what torch raises if another process ended or does not answer into `RankError`."""
+    """Turn torch's errors about another process that ended or does not answer into `RankError`."""
     try:
         yield
     except RuntimeError as error:
@@ -201,7 +201,7 @@ def _start(count: int, device: torch.device) -> None:
 
 
 def _leave() -> None:
-    """End what `_start` began: its threads would abort a process that ends with them."""
+    """End the group that `_start` began: its threads would abort a process that ends with them."""
     _shared.clear()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -223,7 +223,7 @@ def _command(count: int) -> str:
     return shlex.join(["torchrun", "--nproc-per-node", str(count), *program, *arguments])
 
 
-# ---- what one process of several prints ----
+# ---- messages of one process of several ----
 
 
 def rank() -> int:

@@ -23,7 +23,7 @@ FINISHED = [f"{inside}{name}" for inside in ("", "*/", "*/*/") for name in (RECO
 
 
 class Records:
-    """The records of one folder: iterate over what is on the disk, a line at a time.
+    """The records of one folder: iterate over those on the disk, a line at a time.
 
     Args:
         folder: whose they are.

@@ -25,7 +25,7 @@ def on_device(values: object, device: torch.device) -> Tensor:
     else:  # without the defaults that a caller may have set for all of torch
         tensor = torch.tensor(values, device="cpu")
         tensor = torch.tensor(values, dtype=torch.float32, device="cpu") if tensor.is_floating_point() else tensor
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)  # `to` takes time on a CPU, too
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=True)  # `to` takes time even on a CPU
 
 
 def concat(parts: Sequence[Tensor | None]) -> Tensor | None:
@@ -41,10 +41,10 @@ def size_bucket(size: int) -> int:
 
 
 def padded_width(tokens: int) -> int:
-    """Return the number of tokens that a pass over so many is padded to: a power of two; on a GPU all cost the same."""
+    """Return the number of tokens that a pass is padded to: a power of two; on a GPU all of them cost the same."""
     return max(NARROWEST, 1 << (tokens - 1).bit_length())
 
 
 def padded_kv_length(slots: int) -> int:
-    """Return the number of slots attended to by a pass that needs so many."""
+    """Return the number of slots, a power of two, that a pass attends to if it needs these."""
     return max(FEWEST, 1 << (slots - 1).bit_length())

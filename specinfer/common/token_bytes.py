@@ -1,4 +1,4 @@
-"""What tokens stand for: the bytes of their text, whichever way a tokenizer writes them.
+"""The meaning of tokens: the bytes of their text, whichever way a tokenizer writes them.
 
 Knows: byte-level tables (GPT-2), SentencePiece tables (a low line for a space, ``<0x0A>`` for a byte), added tokens.
 Does not know: models, drafts, how text is cut into tokens.
@@ -7,10 +7,12 @@ Does not know: models, drafts, how text is cut into tokens.
 import json
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from specinfer.common.records import Record
 
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")  # a SentencePiece token that is one byte
 SPACE = "\u2581"  # SentencePiece writes it for a space
@@ -38,7 +40,7 @@ def sentence_piece(piece: str) -> bytes:
 
 
 def token_texts(tokenizer: "PreTrainedTokenizerBase") -> dict[int, bytes | str] | None:
-    """Return what each token id stands for: bytes of text, or the name of a special token.
+    """Return the meaning of each token id: bytes of text, or the name of a special token.
 
     Args:
         tokenizer: of ``transformers``.
@@ -66,7 +68,7 @@ def _reader(tokenizer: object) -> Callable[[str], bytes] | None:
     return sentence_piece if spaces else None
 
 
-def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, object]]:
+def _steps(decoder: "Record") -> "Iterator[Record]":
     """Yield the steps of a decoder of the ``tokenizers`` library, those of sequences one by one."""
     if decoder["type"] == "Sequence":
         for step in decoder["decoders"]:

@@ -19,7 +19,7 @@ def visible(text: str) -> str:
 
 
 class Tokenizer(Protocol):
-    """What shows tokens: a tokenizer of ``transformers``, or what a saved result knows of one."""
+    """Shows tokens: a tokenizer of ``transformers``, or the part of one that a saved result knows."""
 
     def convert_ids_to_tokens(self, token: int, /) -> Any:
         """Return how a token is written in the table; None if it is not there."""
@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
     text: str  # the characters that end in it
     rest: bytes  # its bytes that end none
-    open: bytes = b""  # what the next token may complete
+    open: bytes = b""  # that the next token may complete
 
     def __str__(self) -> str:
         return visible(self.text + self.rest.decode("ascii", "backslashreplace"))

@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from math import inf
+from types import ModuleType
 from typing import Any
 
 from specinfer.errors import InputError
 
 
-def installed(module: str, problem: str) -> Any:
+def installed(module: str, problem: str) -> ModuleType:
     """Import a module of a package that users install if they need it; raise `InputError` where it is missing."""
     try:
         return import_module(module)
@@ -31,7 +32,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def mapped(value: object, change: Callable[[object], object]) -> Any:
+def mapped(value: object, change: Callable[[object], object]) -> object:
     """Return a value with whatever stands in its lists and dicts, at any depth, changed; tuples become lists."""
     if isinstance(value, Mapping):
         return {name: mapped(item, change) for name, item in value.items()}
@@ -40,7 +41,7 @@ def mapped(value: object, change: Callable[[object], object]) -> Any:
     return change(value)
 
 
-def checked_flag(name: str, value: Any) -> bool:
+def checked_flag(name: str, value: object) -> bool:
     """Return a flag; raise `InputError` if it is neither True nor False."""
     if not isinstance(flag := plain(value), bool):
         raise InputError(f"{name}={value!r:.60} is neither True nor False: give one of them")

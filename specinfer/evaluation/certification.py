@@ -1,4 +1,4 @@
-"""Certificates: the exact distribution of what speculative decoding emits, by enumeration, against the target's own.
+"""Certificates: the exact distribution of the text of speculative decoding, by enumeration, against the target's own.
 
 Knows: policies, `merge`, verifiers and candidate lattices, the same objects that the engine uses; made-up models of a
 few tokens.  Does not know: real models, caches, random numbers.  Certificates do not show that the engine hands a
@@ -141,7 +141,7 @@ UNKNOWN = -1  # a choice that a draft cannot know
 
 
 def honest(q: Probabilities, choice: int) -> Probabilities:
-    """Draw from what is claimed."""
+    """Draw from the claimed distribution."""
     return q
 
 
@@ -183,7 +183,7 @@ def peeks(q: Probabilities, choice: int) -> Probabilities:
 
 @dataclass
 class Enumerated:
-    """One draft below one context, and what decides."""
+    """One draft below one context, and the random numbers that decide."""
 
     models: RandomModels
     behaviour: Behaviour
@@ -263,7 +263,7 @@ def _drawn(
     """Draw k tokens at each frontier node: tokens and log-probabilities (1, W, k), and the distributions (1, W, V).
 
     Args:
-        distributions: (W, V), what is claimed.
+        distributions: (W, V), as claimed.
         frontier, k, replacement: as `Source.draw`.
         chance: decides.
         weights: of a node's number and what is left of its distribution; what a draft really draws from.
@@ -289,7 +289,8 @@ def _root(context: Context) -> int:
 class EnumeratedLattice(Enumerated, LatticeSession):
     """A draft that predicts all depths at once: they depend on the depth alone.
 
-    What it predicts for a depth is what its model says after so many tokens 0; below the first, no token is certain.
+    Its prediction for a depth is its model's distribution after that many tokens 0; below the first depth, no token is
+    certain.
     """
 
     depth = 3  # levels that are predicted
@@ -333,7 +334,7 @@ class EnumeratedPairs(EnumeratedLattice):
         return scores[parents[..., None], children[:, :, None]]
 
 
-# --- What is certified ---
+# --- Certified pairs ---
 
 
 class Choices(StrEnum):
@@ -361,7 +362,7 @@ class Pair:
     behaviours: tuple[Behaviour, ...] = (honest,)  # one per draft
     choices: Choices = Choices.SAMPLING
     draft: type[EnumeratedDraft | EnumeratedLattice] = EnumeratedDraft  # how it predicts
-    edit: Callable[[TokenTree], TokenTree] | None = None  # what is done to the merged tree
+    edit: Callable[[TokenTree], TokenTree] | None = None  # of the merged tree
     expected_lossless: bool = True
     tokens: int | None = None  # emitted, if other than asked for
 
@@ -382,13 +383,13 @@ class Pair:
 
 @dataclass(frozen=True)
 class Certificate:
-    """How far what a pair emits is from the target's distribution."""
+    """How far a pair's text is from the target's distribution."""
 
     tree: str
     verifier: str
     drafts: int
     vocabulary: int
-    tokens: int  # the distribution is joint over the first so many
+    tokens: int  # the distribution is joint over this many first tokens
     total_variation: float  # 0 = the same distribution, 1 = never the same text
     expected_lossless: bool
 
@@ -399,7 +400,7 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """Whether the enumeration found what theory says."""
+        """Whether the enumeration agrees with theory."""
         return self.lossless if self.expected_lossless else self.total_variation > BROKEN
 
     def to_dict(self) -> dict[str, object]:
@@ -417,7 +418,7 @@ def certify(
     """Certify pairs by exact enumeration; by default all that should be lossless, and the known mistakes.
 
     Args:
-        pairs: what to certify.
+        pairs: of trees and verifiers to certify.
         vocabulary: number of tokens, 3 or more for the mistakes to show; work grows with a power of it.
         tokens: the distribution is joint over this many emitted tokens, unless a pair sets its own number.
         seed: of the made-up models.
@@ -590,7 +591,7 @@ def _emitted(pair: Pair, target: EnumeratedTarget) -> Context:
     return (*target.tree.tokens[list(verdict.path)].tolist(), verdict.token)
 
 
-# --- What is lossless ---
+# --- Lossless pairs ---
 
 
 def lossless_pairs() -> list[Pair]:
@@ -634,7 +635,7 @@ def lattice_pairs() -> list[Pair]:
     return pairs
 
 
-# --- What is not ---
+# --- Broken pairs ---
 
 
 class NoResidual(MultiStep):

@@ -4,7 +4,7 @@ Temperature -> set -> figures, T = 0 greedy and T = 1 "stochastic".  Sets: alpac
 questions; cip, chatbot instruction prompts; piqa.
 """
 
-ALL = "all"  # what tables call all sets of prompts together
+ALL = "all"  # the name of all sets of prompts together, in tables
 
 # Table 1: the share of steps in which the target's choice is among the draft's k = 1 ... 5 likeliest (greedy), or in
 # which verification accepts one of k (stochastic).

@@ -16,7 +16,7 @@ from specinfer.tree import Chain, Forest, Growth, Kind, Policy, Source
 
 
 class Question(Policy):
-    """What a draft is asked.  To the draft's session it is a policy that grows bare roots."""
+    """A question to a draft.  To the draft's session it is a policy that grows bare roots."""
 
     kind = Kind.RANKED
     prescribes = True
@@ -69,10 +69,10 @@ class ProbeSession(Clocked):
         return self.session.propose(self.question, roots, max_depth)
 
     def read(self, row: int, ids: Sequence[int]) -> Cached | None:
-        """Return what the draft has read of a row."""
+        """Return the draft's cache of a row."""
         return self.session.read(row, ids)
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
-        """Tell the draft and the question what was committed."""
+        """Tell the draft and the question the committed tokens."""
         self.session.commit(tokens, states, scored)
         self.question.advance(tokens)

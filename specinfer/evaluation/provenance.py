@@ -1,4 +1,4 @@
-"""What made a folder of results: models, tokens, arithmetic and machine, JSON-ready.
+"""The origin of a folder of results: models, tokens, arithmetic and machine, JSON-ready.
 
 Knows: what identifies a model and a machine.  Does not know: what the results are.
 """
@@ -20,7 +20,7 @@ SKETCH = 16  # entries of each weight that stand for it in a fingerprint
 
 
 def models_of(decoder: Decoder) -> Record:
-    """Return what identifies the target, its tokens, the drafts and the arithmetic."""
+    """Return the identity of the target, its tokens, the drafts and the arithmetic."""
     target, tokenizer = decoder.target, decoder.tokenizer
     return {
         "target": {"class": target.name, "weights": _fingerprint(target.model)},
@@ -31,7 +31,7 @@ def models_of(decoder: Decoder) -> Record:
 
 
 def machine(device: torch.device) -> Record:
-    """Return what identifies the machine."""
+    """Return the identity of the machine."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "cpu": _cpu_name(),

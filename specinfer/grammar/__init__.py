@@ -1,1 +1,1 @@
-"""What a text may be: JSON of a schema, a regex, one of some strings, a grammar; and libraries that follow it."""
+"""Grammars of texts: JSON of a schema, a regex, one of some strings, a grammar; and the libraries that follow them."""

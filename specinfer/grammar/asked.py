@@ -1,12 +1,13 @@
-"""How a call says what its text may be: a JSON schema, a grammar, a regex or a list of strings, one of them.
+"""The grammar that a call asks for: a JSON schema, a grammar, a regex or a list of strings, one of them.
 
 Knows: the options, among them OpenAI's ``response_format``, and their shapes.
 Does not know: whether a grammar has mistakes, how it is compiled and followed.
 """
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypedDict
 
 from specinfer.common.values import plain
 from specinfer.errors import SamplingError
@@ -29,14 +30,14 @@ class GrammarOptions(TypedDict, total=False):
         choices: strings, of which the text is one.
     """
 
-    response_format: Mapping[str, Any] | None
+    response_format: Mapping[str, object] | None
     grammar: str | None
     regex: str | None
     choices: Sequence[str] | None
 
 
 class Grammar(NamedTuple):
-    """What a text may be.
+    """The grammar of a text.
 
     Attributes:
         kind: "json_schema", "grammar" or "regex".
@@ -50,7 +51,7 @@ class Grammar(NamedTuple):
 
 
 def asked(options: GrammarOptions) -> Grammar | None:
-    """Return what a call's options ask for; None if the text is free.
+    """Return the grammar that a call's options ask for; None if the text is free.
 
     Raises:
         SamplingError: two of them, or one that has another shape.
@@ -61,7 +62,7 @@ def asked(options: GrammarOptions) -> Grammar | None:
     return next((READERS[name](plain(value)) for name, value in given.items()), None)
 
 
-def schema_text(name: str, schema: Any) -> str:
+def schema_text(name: str, schema: object) -> str:
     """Return a schema as JSON; raise `SamplingError` if the option of this name holds something else."""
     try:
         text = json.dumps(schema, ensure_ascii=False, allow_nan=False)
@@ -72,30 +73,22 @@ def schema_text(name: str, schema: Any) -> str:
     return text
 
 
-def _read_format(value: Any) -> Grammar | None:
+def _read_format(value: object) -> Grammar | None:
     kind = value.get("type") if isinstance(value, Mapping) else None
     if kind not in FORMATS:
         raise SamplingError(f"response_format={value!r:.60} is unknown: its type must be one of {', '.join(FORMATS)}")
-    if kind == "text":
+    if kind == "text" or not isinstance(value, Mapping):
         return None
     if kind == "json_object":
         return Grammar("json_schema", '{"type": "object"}')
     given = value.get("json_schema")
-    schema = given.get("schema") if isinstance(given, Mapping) else None
-    if not isinstance(schema, Mapping):
+    if not isinstance(given, Mapping) or not isinstance(given.get("schema"), Mapping):
         raise SamplingError(f"response_format={value!r:.60} holds no schema (an object): give {SHAPE}")
-    return Grammar("json_schema", schema_text("response_format", schema), lenient=given.get("strict") is False)
+    text = schema_text("response_format", given["schema"])
+    return Grammar("json_schema", text, lenient=given.get("strict") is False)
 
 
-def _read_grammar(value: Any) -> Grammar:
-    return Grammar("grammar", _text("grammar", value))
-
-
-def _read_regex(value: Any) -> Grammar:
-    return Grammar("regex", _text("regex", value))
-
-
-def _read_choices(value: Any) -> Grammar:
+def _read_choices(value: object) -> Grammar:
     strings = [] if isinstance(value, str) or not isinstance(value, Sequence) else [*value]
     if not strings or not all(isinstance(each, str) and each for each in strings):
         raise SamplingError(f"choices={value!r:.60} are not strings: give a list of at least one, none of them empty")
@@ -103,20 +96,18 @@ def _read_choices(value: Any) -> Grammar:
     return Grammar("grammar", f"start: {' | '.join(written)}")
 
 
-def _text(name: str, value: Any) -> str:
+def _text(name: str, value: object) -> str:
     """Return text; raise `SamplingError` for anything else."""
-    try:
-        value.encode()
-    except (AttributeError, UnicodeEncodeError):
-        raise SamplingError(f"{name}={value!r:.60} is not text: give a string") from None
+    if not isinstance(value, str) or re.search("[\ud800-\udfff]", value):
+        raise SamplingError(f"{name}={value!r:.60} is not text: give a string")
     if "\0" in value:
         raise SamplingError(f"{name} {NUL}")
-    return str(value)
+    return value
 
 
-READERS = {
+READERS: dict[str, Callable[[object], Grammar | None]] = {
     "response_format": _read_format,
-    "grammar": _read_grammar,
-    "regex": _read_regex,
+    "grammar": lambda value: Grammar("grammar", _text("grammar", value)),
+    "regex": lambda value: Grammar("regex", _text("regex", value)),
     "choices": _read_choices,
 }

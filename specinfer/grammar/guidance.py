@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from functools import lru_cache, partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,10 @@ from specinfer.common.values import installed
 from specinfer.errors import InputError, SamplingError, one_line
 from specinfer.grammar.asked import Grammar
 from specinfer.grammar.matcher import Mask
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
 
 LIBRARY = "llguidance"
 T = TypeVar("T")
@@ -48,7 +52,7 @@ class Guidance:
         InputError: llguidance is not installed, or cannot read the tokenizer.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
         self._library = installed(LIBRARY, "response_format, grammar, regex and choices need llguidance")
         backend = copy(getattr(tokenizer, "backend_tokenizer", None))
         if backend is None or tokenizer.eos_token_id is None:
@@ -112,9 +116,9 @@ class GuidanceMatcher:
 
     def __init__(
         self,
-        make: Callable[[], Any],
-        tokenizer: Any,
-        matcher: Any,
+        make: "Callable[[], LLMatcher]",
+        tokenizer: "LLTokenizer",
+        matcher: "LLMatcher",
         tokens: Sequence[int] = (),
         special: Mapping[str, int] | None = None,
     ) -> None:
@@ -134,12 +138,11 @@ class GuidanceMatcher:
 
     def forced(self) -> list[int]:
         """Return the tokens that must come next, as many as are known."""
-        tokens: list[int] = self._answer(lambda: self._matcher.compute_ff_tokens())
-        return tokens
+        return self._answer(lambda: self._matcher.compute_ff_tokens())
 
     def accepting(self) -> bool:
         """Return whether the text may end here."""
-        return bool(self._answer(lambda: self._matcher.is_accepting()))
+        return self._answer(lambda: self._matcher.is_accepting())
 
     def copy(self) -> "GuidanceMatcher":
         """Return a matcher in the same state."""
@@ -176,7 +179,7 @@ class GuidanceMatcher:
         return mask
 
     def _answer(self, ask: Callable[[], T]) -> T:
-        """Return what llguidance answers; where it has met its limits, once more, with a lexer of this text alone.
+        """Return llguidance's answer; where it has met its limits, once more, with a lexer of this text alone.
 
         Raises:
             SamplingError: this text meets the limits by itself; the reason is llguidance's.
@@ -199,6 +202,6 @@ class GuidanceMatcher:
         self._matcher, self._tokens = self._make(), []
 
 
-def _reason(matcher: Any) -> str:
+def _reason(matcher: "LLMatcher") -> str:
     """Return why a matcher of llguidance has ended."""
     return one_line(ValueError(matcher.get_error()))

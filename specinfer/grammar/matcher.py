@@ -1,4 +1,4 @@
-"""What the engine asks of a library of grammars: five methods.
+"""The interface of a library of grammars to the engine: five methods.
 
 Knows: token ids of one text.  Does not know: models, trees, ends of sequence, which library answers.
 """

@@ -6,10 +6,12 @@ Ray places actors, moves blocks, starts a dead actor anew and gives it its block
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from specinfer.common.values import checked_count, checked_names
 from specinfer.decoder import SpeculativeDecoder, row_seeds
+from specinfer.engine.options import Options
 from specinfer.engine.scheduler import MAX_ROWS
 from specinfer.errors import InputError
 
@@ -56,7 +58,7 @@ def generate(
         load: called in its place with target, drafts and ``load_options``, for models of your own.
         load_options: more of its arguments, for example ``{"dtype": "float32", "tree": None}``.
         concurrency: actors.
-        num_cpus, num_gpus: of each actor; it computes with so many threads.
+        num_cpus, num_gpus: of each actor, which computes with ``num_cpus`` threads.
         block: rows that an actor takes at a time.
         max_rows: rows decoded at a time.
         seed: the same for every row, unless the dataset has a column "seed".
@@ -66,9 +68,9 @@ def generate(
         the dataset with the columns "text", "token_ids", "finish_reason", "seed", "target_passes" and "error".
 
     Raises:
-        InputError: Ray Data is not installed; not a dataset, no such column, columns that would be overwritten, or a
-            number out of range.
-        ray.exceptions.RayTaskError: later, when it is consumed: what is wrong with every row, or with a model.
+        InputError: Ray Data is not installed; this is no dataset, it lacks the column or has one that would be
+            overwritten; or a number is out of range.
+        ray.exceptions.RayTaskError: later, when it is consumed: every row is refused, or a model cannot be loaded.
     """
     _check(dataset, column)
     from ray.data import ActorPoolStrategy
@@ -78,8 +80,8 @@ def generate(
     dataset.context.execution_options.preserve_order = True
     return dataset.map_batches(
         _Generator,
-        fn_constructor_args=(column, load, target, drafts, dict(load_options or {})),
-        fn_constructor_kwargs={**options, "max_rows": max_rows, "seed": row_seeds(seed, 1)[0]},
+        fn_constructor_args=(column, partial(load, target, drafts, **(load_options or {})), row_seeds(seed, 1)[0]),
+        fn_constructor_kwargs={"max_rows": max_rows, "options": options},
         batch_format="pyarrow",
         batch_size=block,
         compute=ActorPoolStrategy(size=concurrency),
@@ -108,21 +110,20 @@ class _Generator:
     """An actor's decoder."""
 
     def __init__(
-        self, column: str, load: Callable[..., SpeculativeDecoder], *given: Any, seed: int, **options: Any
+        self, column: str, load: Callable[[], SpeculativeDecoder], seed: int, max_rows: int, options: Options
     ) -> None:
-        target, drafts, load_options = given
-        self.column, self.seed, self.options = column, seed, options
-        self.decoder = load(target, drafts, **load_options)
+        self.column, self.seed, self.max_rows, self.options = column, seed, max_rows, options
+        self.decoder = load()
 
     def __call__(self, rows: "pyarrow.Table") -> "pyarrow.Table":
-        """Return the rows with what was generated for them."""
+        """Return the rows with the texts that were generated for them."""
         import pyarrow
 
         prompts = rows.column(self.column).to_pylist()
         seeds = rows.column("seed").to_pylist() if "seed" in rows.column_names else [self.seed] * len(prompts)
         asked = ({"prompt": prompt, "seed": seed} for prompt, seed in zip(prompts, seeds, strict=True))
-        found: dict[str, list[Any]] = {name: [None] * len(prompts) for name in COLUMNS}
-        for number, result, error in self.decoder.generate_many(asked, **self.options):
+        found: dict[str, list[object]] = {name: [None] * len(prompts) for name in COLUMNS}
+        for number, result, error in self.decoder.generate_many(asked, max_rows=self.max_rows, **self.options):
             found["error"][number] = error and str(error)
             if result is not None:
                 found["target_passes"][number] = result.stats.target_passes

@@ -7,12 +7,12 @@ import inspect
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, LogitsProcessor, StoppingCriteria
 
 from specinfer.calls.run import Run
@@ -26,7 +26,9 @@ from specinfer.prompts import Padded, check_beside, check_ids, without_padding
 from specinfer.results import Result
 from specinfer.tree import Policy
 
-# What transformers prepares for every causal model, and the engine does not need.
+Given = TypeVar("Given")
+
+# Inputs that transformers prepares for every causal model, and the engine does not need.
 _PREPARED = ("cache_position", "logits_to_keep", "use_cache")
 
 
@@ -51,7 +53,7 @@ def custom_generate(
     logprobs: bool | int = False,
     assistant_model: PreTrainedModel | None = None,
     streamer: BaseStreamer | None = None,
-    **model_inputs: Any,
+    **model_inputs: object,
 ) -> Tensor | SpeculativeOutput:
     """Decode with token trees inside ``model.generate(**inputs, custom_generate=specinfer.custom_generate, ...)``.
 
@@ -73,13 +75,13 @@ def custom_generate(
         target_tokenizer: needed if the draft has another one: ``draft_model=ModelDraft(model, its tokenizer)``.
         assistant_model: the draft model by transformers' name.
         streamer: a transformers streamer, for one row, that has the prompt already.
-        **model_inputs: what transformers prepared for the model; ``attention_mask`` (B, T) says what is padding.
+        **model_inputs: as transformers prepared them; ``attention_mask`` (B, T) is 0 at padding.
 
     Returns:
         Tensor (B, T + new), right-padded with the pad token, or `SpeculativeOutput`.
 
     Raises:
-        SpecinferError: what the decoder raises; two drafts or streamers; token types or positions that matter.
+        SpecinferError: the decoder refuses the call; two drafts or streamers; token types or positions that matter.
     """
     kept = _kept_back(input_ids)
     assistant_model, streamer = kept.get("assistant_model", assistant_model), kept.get("streamer", streamer)
@@ -132,7 +134,7 @@ class _Prompted(BaseStreamer):
         self.begun = True
 
 
-def _only(**given: Any) -> Any:
+def _only(**given: Given | None) -> Given | None:
     """Return the one that was given of arguments that mean the same, or None."""
     named = {name: value for name, value in given.items() if value is not None}
     if len(named) > 1:
@@ -156,8 +158,8 @@ def _kept_back(input_ids: Tensor) -> dict[str, Any]:
 def _check_inputs(model_inputs: dict[str, object], rows: Sequence[Padded], decoder: SpeculativeDecoder) -> None:
     """Raise `InputError` for an input that decoding with trees would silently ignore."""
     beside = {name: value for name, value in model_inputs.items() if name not in _PREPARED}
-    cache: Any = beside.get(decoder.target.cache_name)
-    if hasattr(cache, "get_seq_length") and _is_empty(cache):
+    cache = beside.get(decoder.target.cache_name)
+    if isinstance(cache, Cache) and _is_empty(cache):
         beside.pop(decoder.target.cache_name)
     positions = plain(beside.pop("position_ids", None))
     planes = positions if isinstance(positions, list) and isinstance(positions[0][0], list) else [positions]
@@ -165,7 +167,7 @@ def _check_inputs(model_inputs: dict[str, object], rows: Sequence[Padded], decod
         check_beside({**beside, "position_ids": plane}, rows, decoder.target)
 
 
-def _is_empty(cache: Any) -> bool:
+def _is_empty(cache: Cache) -> bool:
     """Whether a cache has read nothing.  Recurrent layers count no tokens, so a cache of them alone cannot say."""
     only_states = bool(cache.layers) and all(cache.is_linear)
     return not (cache.has_previous_state() if only_states else cache.get_seq_length())

@@ -1,4 +1,4 @@
-"""What answers have in common: requests of the engine, whole and in chunks, what was used and how speculation did.
+"""The parts that answers share: requests of the engine, whole and in chunks, tokens used, the effect of speculation.
 
 Knows: the protocol's objects, the decoder.  Does not know: HTTP, when steps are taken.
 """
@@ -31,7 +31,7 @@ CONTEXT = 32_768  # tokens of prompt and text, for a target without a limit
 
 @dataclass(frozen=True)
 class Served:
-    """What a server answers with.
+    """The model that a server answers with.
 
     Attributes:
         decoder: with a tokenizer.
@@ -53,24 +53,24 @@ class Served:
         context: int | None = None,
         max_tokens: int | None = None,
     ) -> "Served":
-        """Return the same, with what the decoder says where nothing is given."""
+        """Return the model under a name and limits; the decoder's where none are given."""
         usual = CONTEXT if isinf(decoder.context) else decoder.context
         return cls(decoder, name or target_name(decoder), int(min(context or usual, decoder.context)), max_tokens)
 
     @cached_property
     def fingerprint(self) -> str:
-        """What texts depend on beside requests: with the same one, a seed gives the same text."""
+        """A digest of what texts depend on beside requests: under the same one, a seed gives the same text."""
         parts = [target_name(self.decoder), str(self.decoder.target.dtype), self.decoder.passes, versions()]
         return f"fp_{sha256(encode(parts)).hexdigest()[:12]}"
 
 
 class Answer(Generic[B]):
-    """What a request is answered with, one choice for each text of each prompt.
+    """The answer to a request, one choice for each text of each prompt.
 
     Args:
         body: of the request.
-        served: what answers.
-        client: who asks: what was read for one is not copied for another.
+        served: the model that answers.
+        client: who asks: a prefix that was read for one is not copied for another.
 
     Attributes:
         prompts: token ids, once `prepare` was called.
@@ -98,7 +98,7 @@ class Answer(Generic[B]):
 
     @property
     def usage_asked(self) -> bool:
-        """Whether a stream ends with what was used."""
+        """Whether a stream ends with the counts of tokens used."""
         return bool(self.body.stream_options and self.body.stream_options.include_usage)
 
     @property
@@ -119,14 +119,14 @@ class Answer(Generic[B]):
         return Choice(request, self.body.stops)
 
     def scoring(self) -> list[Callable[[], Score]]:
-        """Return what is to be called in the engine's thread, for `scores`."""
+        """Return the function to call in the engine's thread, for `scores`."""
         return []
 
     def prepare(self) -> list[Request]:
         """Read the prompts and check everything; return the engine's requests.
 
         Raises:
-            ApiError, InputError, SamplingError: what is wrong.
+            ApiError, InputError, SamplingError: the request cannot be answered.
         """
         body, decoder = self.body, self.served.decoder
         options, count = self.options(), body.n or 1
@@ -156,7 +156,7 @@ class Answer(Generic[B]):
             raise ApiError(400, f"{sizes}: {advice}", self.source, "context_length_exceeded")
         return tokens
 
-    # ---- what is sent ----
+    # ---- bodies and chunks ----
 
     def event(self, chunk: dict[str, object]) -> bytes:
         """Return the lines of a chunk in a stream."""
@@ -171,17 +171,17 @@ class Answer(Generic[B]):
         yield from ()
 
     def chunks(self) -> Iterator[dict[str, object]]:
-        """Yield the chunks of what is new in all choices."""
+        """Yield the chunks of the new text of all choices."""
         for index, choice in enumerate(self.choices):
             if news := choice.news():
                 yield from self.chunks_of(index, news)
 
     def chunks_of(self, index: int, news: News) -> Iterator[dict[str, object]]:
-        """Yield the chunks of what is new in a choice."""
+        """Yield the chunks of a choice's new text."""
         raise NotImplementedError
 
     def usage_chunk(self) -> dict[str, object]:
-        """Return the chunk of what was used."""
+        """Return the chunk of the tokens used."""
         return self._object(self.chunk_object) | {"choices": [], "usage": self.usage()}
 
     def whole(self) -> dict[str, object]:
@@ -208,7 +208,7 @@ class Answer(Generic[B]):
         return self._object(self.chunk_object) | {"choices": [choice]} | ({"usage": None} if self.usage_asked else {})
 
     def ending(self, index: int) -> dict[str, object]:
-        """Return what is said of a choice that has ended, beside its text."""
+        """Return the fields of a choice that has ended, beside its text."""
         return {"finish_reason": self.choices[index].finish_reason, "seed": self.choices[index].seed}
 
     def usage(self) -> dict[str, Any]:
@@ -230,7 +230,7 @@ class Answer(Generic[B]):
 
 
 def _speculation(did: Counter[str], written: int) -> dict[str, object]:
-    """Return what speculation did, from the counts of choices."""
+    """Return the effect of speculation, from the counts of choices."""
     passes, by_draft = did["target_passes"], {name[1:]: count for name, count in did.items() if name[0] == ":"}
     return {
         "target_passes": passes,

@@ -5,15 +5,16 @@ Knows: HTTP, streams of events, clients that go away.  Does not know: prompts, t
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from math import inf
 from time import perf_counter, time
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
+from msgspec import Struct
 from msgspec.json import encode
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -37,6 +38,7 @@ from specinfer.serve.protocol import ApiError, ChatBody, CompletionBody, Respons
 from specinfer.serve.responses import Reply
 
 log = logging.getLogger(__name__)
+B = TypeVar("B", bound=Struct)
 Answers: TypeAlias = Chat | Completion  # Reply is a Chat
 EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -44,7 +46,7 @@ KEEP_ALIVE = b": keep-alive\n\n"
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes at most.
+    """The most that a server takes.
 
     Attributes:
         max_rows: texts decoded at a time.
@@ -101,11 +103,11 @@ class Events(StreamingResponse):
 
 
 class Server:
-    """What answers requests.
+    """The application that answers requests.
 
     Args:
         served: the model.
-        limits: what is taken at most.
+        limits: the most that is taken.
     """
 
     def __init__(self, served: Served, limits: Limits) -> None:
@@ -123,11 +125,11 @@ class Server:
 
     @property
     def routes(self) -> list[Route]:
-        """What may be asked for."""
+        """The paths that may be asked for."""
         return [
-            Route("/v1/chat/completions", self.chat, methods=["POST"]),
-            Route("/v1/completions", self.complete, methods=["POST"]),
-            Route("/v1/responses", self.respond, methods=["POST"]),
+            self._answering("/v1/chat/completions", ChatBody, Chat),
+            self._answering("/v1/completions", CompletionBody, Completion),
+            self._answering("/v1/responses", ResponseBody, Reply),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
@@ -151,20 +153,14 @@ class Server:
         self._check_model(request.path_params["name"])
         return Json(self._model)
 
-    async def chat(self, request: Request) -> Response:
-        """Answer a conversation."""
-        body = parsed(await self._body(request), ChatBody)
-        return await self._answered(request, Chat(body, self.served, _client(request)))
+    def _answering(self, path: str, kind: type[B], answer: Callable[[B, Served, str], Answers]) -> Route:
+        """Return the route of requests of a kind, given what answers one."""
 
-    async def complete(self, request: Request) -> Response:
-        """Answer prompts with their continuations."""
-        body = parsed(await self._body(request), CompletionBody)
-        return await self._answered(request, Completion(body, self.served, _client(request)))
+        async def answered(request: Request) -> Response:
+            body = parsed(await self._body(request), kind)
+            return await self._answered(request, answer(body, self.served, _client(request)))
 
-    async def respond(self, request: Request) -> Response:
-        """Answer a conversation in the newer form."""
-        body = parsed(await self._body(request), ResponseBody)
-        return await self._answered(request, Reply(body, self.served, _client(request)))
+        return Route(path, answered, methods=["POST"])
 
     async def _answered(self, request: Request, answer: Answers) -> Response:
         """Return an answer, whole or as a stream; whatever can be wrong with a request is told before it begins."""
@@ -258,10 +254,10 @@ def application(
 
     Args:
         decoder: with a tokenizer.  While the application lives, only it may use the decoder.
-        name: of the model, for clients; by default what the target is called.
+        name: of the model, for clients; by default the target's.
         context: tokens of a prompt and its text at most; by default the target's context.
         max_tokens: of a text whose request names no number; by default the rest of the context.
-        limits: what is taken at most.
+        limits: the most that is taken.
         keys: one of them is to be sent with every request but those for ``/health``.
         hosts: without keys, names of the host that are answered to; any if there are none.
         origins: of pages in browsers that may ask.
@@ -282,7 +278,7 @@ def application(
 
 
 def _client(request: Request) -> str:
-    """Return what tells the owners of keys apart, and no key."""
+    """Return a digest that tells the owners of keys apart without the keys."""
     return sha256(request.headers.get("authorization", "").encode()).hexdigest()
 
 

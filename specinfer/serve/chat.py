@@ -73,7 +73,7 @@ class Chat(Answer[ChatBody]):
         yield self.served.decoder.read([*map(_as_read, self.body.messages)], chat=self.chat).only
 
     def options(self) -> Options:
-        """Return the engine's options; calls that are forced take the place of what else the text may be."""
+        """Return the engine's options; forced calls take the place of any other grammar of the text."""
         forced = self.body.forced
         if not forced:
             return super().options()
@@ -95,7 +95,7 @@ class Chat(Answer[ChatBody]):
             yield self.chunk(index, {"delta": {"role": "assistant", "content": ""}}, None)
 
     def chunks_of(self, index: int, news: News) -> Iterator[dict[str, object]]:
-        """Yield the chunks of what is new in a choice: a part each, and the end."""
+        """Yield the chunks of a choice's news: a part each, and the end."""
         logprobs = self._logprobs(news.tokens)
         for delta in self.deltas[index].of(news.text, news.reason is not None):
             yield self.chunk(index, {"delta": delta}, logprobs)
@@ -104,7 +104,7 @@ class Chat(Answer[ChatBody]):
             yield self.chunk(index, {"delta": {}}, logprobs, ended=True)
 
     def ending(self, index: int) -> dict[str, object]:
-        """Return what is said of a choice that has ended: calls that the target chose are a reason of their own."""
+        """Return the fields of a choice that has ended: calls that the target chose are a reason of their own."""
         found = super().ending(index)
         chose = self.deltas[index].calls and not isinstance(self.body.tool_choice, Chosen)
         return found | {"finish_reason": "tool_calls"} if chose and found["finish_reason"] == "stop" else found

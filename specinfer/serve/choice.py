@@ -27,10 +27,10 @@ class Likely(NamedTuple):
 
 
 class News(NamedTuple):
-    """What became known of a text.
+    """The news of a text.
 
     Attributes:
-        text: that follows what was known.
+        text: that follows the known text.
         tokens: likewise, if log-probabilities are kept; maybe of text that is not known yet.
         reason: why it ended, in the protocol's words; None while it goes on.
     """
@@ -70,7 +70,7 @@ class Choice:
         self._tokens: list[Likely] = []
 
     def news(self) -> News | None:
-        """Return what is new, or None.
+        """Return the news, or None.
 
         Raises:
             ApiError: the request failed, or the server shuts down.
@@ -127,12 +127,12 @@ class Choice:
 
     @property
     def seed(self) -> int | None:
-        """What repeats a text that was sampled."""
+        """The seed that repeats a sampled text."""
         return self.request.row.seed if self.request.row.sampling else None
 
     @property
     def speculation(self) -> Counter[str]:
-        """What speculation did, in counts; those of accepted tokens by draft have the drafts' names after a colon."""
+        """Counts of speculation; those of accepted tokens by draft have the drafts' names after a colon."""
         counts = Counter[str]()
         for step in self.request.steps:
             accepted = min(len(step.path), len(step.tokens))

@@ -35,7 +35,7 @@ class Completion(Answer[CompletionBody]):
             yield self.served.decoder.read(prompt, raw=True).only
 
     def scoring(self) -> list[Callable[[], Score]]:
-        """Return what is to be called in the engine's thread, for `scores`: each scores a prompt."""
+        """Return the functions to call in the engine's thread, for `scores`: each scores a prompt."""
         wanted = self.prompts if self.body.echo and self.body.logprobs is not None else []
         return [partial(self._scored, ids) for ids in wanted]
 
@@ -53,7 +53,7 @@ class Completion(Answer[CompletionBody]):
             yield self.chunk(index, {"text": text}, self._logprobs(index, tokens))
 
     def chunks_of(self, index: int, news: News) -> Iterator[dict[str, object]]:
-        """Yield the chunks of what is new in a choice: its text, and the end."""
+        """Yield the chunks of a choice's news: its text, and the end."""
         logprobs = self._logprobs(index, news.tokens)
         if news.text:
             yield self.chunk(index, {"text": news.text}, logprobs)

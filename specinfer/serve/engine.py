@@ -1,4 +1,4 @@
-"""The engine of a server: one thread takes the scheduler's steps, and coroutines wait for what they bring.
+"""The engine of a server: one thread takes the scheduler's steps, and coroutines wait for their results.
 
 What a step brought is in the steps of each request.  Readers take from there what is new to them, so a slow one holds
 nobody up, and nothing is copied for it: after each step the event loop is told once that there is news.
@@ -93,7 +93,7 @@ class Generation:
         return min(self.patience.whole, self.patience.queued if waits else inf) - taken
 
     def close(self) -> None:
-        """Take back what is not done: it leaves with the next step."""
+        """Take back requests that are not done: they leave with the next step."""
         self.engine.abort([request for request in self.requests if not request.done])
 
 
@@ -126,7 +126,7 @@ class Engine:
         self._open: dict[Request, Clock] = {}
         self._reserved = 0
         self._calls = deque[tuple[Callable[[], object], Future[object]]]()
-        self._news = Condition()  # guards what follows, and tells the thread of it
+        self._news = Condition()  # guards the attributes below, and tells the thread of changes
         self._closing = False
 
     def start(self) -> None:
@@ -157,7 +157,7 @@ class Engine:
             self._reserved -= texts
 
     def submit(self, requests: Sequence[Request], patience: Patience) -> Generation:
-        """Take requests that are not done; return what to wait for.
+        """Take requests that are not done; return the generation to wait for.
 
         Raises:
             ApiError: the thread has ended.
@@ -281,7 +281,7 @@ class Engine:
 
 
 def within(seconds: float) -> asyncio.Timeout:
-    """Return `asyncio.timeout`, for infinity, too."""
+    """Return `asyncio.timeout`, also for infinity."""
     return asyncio.timeout(None if isinf(seconds) else seconds)
 
 

@@ -15,7 +15,7 @@ LONG = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Metrics:
-    """What one server counts, in a registry of its own.
+    """The counters of one server, in a registry of its own.
 
     Args:
         running, waiting: return how many texts are decoded, and how many wait.
@@ -51,7 +51,7 @@ class Metrics:
         self.queued = histogram("request_queue_time", "From the request to the beginning of the prompt.", LONG)
 
     def step(self, step: Step) -> None:
-        """Count what a step of a text drafted and accepted."""
+        """Count the tokens that a step of a text drafted and accepted."""
         self.generation_tokens.inc(len(step.tokens))
         if step.tree.num_drafted:
             self.drafts.inc()

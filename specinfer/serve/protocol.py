@@ -1,4 +1,4 @@
-"""What clients send, and how errors are told: the fields of OpenAI's API, and those that vLLM has beside them.
+"""The requests of clients, and the form of errors: the fields of OpenAI's API, and those that vLLM has beside them.
 
 Knows: names, types and limits of fields, which options of the engine they are.
 Does not know: models, prompts, HTTP beyond the number of a status.
@@ -62,7 +62,7 @@ REFUSED: list[tuple[str, tuple[object, ...], str]] = [
 
 
 class ApiError(Exception):
-    """What a client is told instead of an answer.
+    """An error that a client is sent instead of an answer.
 
     Args:
         status: of HTTP.
@@ -107,7 +107,7 @@ def failed() -> ApiError:
 
 
 def refused(error: InputError | SamplingError) -> ApiError:
-    """Return the error of a request that the engine refuses; the field is what the message begins with."""
+    """Return the error of a request that the engine refuses; its message begins with the field's name."""
     name = re.split(r"\W", str(error), maxsplit=1)[0]
     name = SAME.get(name, name)
     return ApiError(400, str(error), name if name in KNOWN else None)
@@ -182,7 +182,7 @@ class Body(Struct, kw_only=True):
         return asked
 
     def penalties(self, start: int) -> list[PresencePenalty]:
-        """Return the processors of the penalties on what a text holds that begins at an index."""
+        """Return the processors of the penalties on the tokens of a text that begins at an index."""
         named = ((PresencePenalty, self.presence_penalty), (FrequencyPenalty, self.frequency_penalty))
         return [kind(value, start) for kind, value in named if value]
 
@@ -263,7 +263,7 @@ class Message(Struct, omit_defaults=True):
 
 
 class Prediction(Struct):
-    """What a message may repeat: one more text that look-up drafts propose from."""
+    """A text that the message may repeat, from which look-up drafts also propose."""
 
     type: Literal["content"]
     content: str | list[TextPart]
@@ -304,7 +304,7 @@ class ChatBody(Body, kw_only=True):
         """The tools of which one is to be called; none if the target chooses.
 
         Raises:
-            ApiError: there is no such tool, or one has another shape.
+            ApiError: no tool has the name that is asked for, or one has another shape.
         """
         if self.tool_choice in (None, "auto", "none"):
             return []
@@ -319,7 +319,7 @@ class ChatBody(Body, kw_only=True):
         return found
 
     def options(self, config: "GenerationConfig") -> Options:
-        """Return the engine's options, what the text may repeat among them."""
+        """Return the engine's options, the text that may be repeated among them."""
         return super().options(config) | Options(prediction=self.prediction.text if self.prediction else None)
 
 
@@ -360,7 +360,7 @@ class InputMessage(Struct):
 
 
 class TextOptions(Struct):
-    """What a message is to be, in the newer form."""
+    """The format of a message, in the newer form."""
 
     format: dict[str, object] | None = None
 
@@ -383,7 +383,7 @@ class ResponseBody(Struct, kw_only=True):
 
     @property
     def form(self) -> dict[str, object] | None:
-        """What the message is to be."""
+        """The format of the message."""
         return self.text.format if self.text else None
 
     @property
@@ -411,7 +411,7 @@ KNOWN = {*ChatBody.__struct_fields__, *CompletionBody.__struct_fields__}
 
 
 def parsed(data: bytes, kind: type[B]) -> B:
-    """Return what the body of a request says.
+    """Return the request that a body holds.
 
     Fields that are not known are ignored, unless the text would be another one without them.
 

@@ -46,7 +46,7 @@ class Reply(Chat):
         yield self._of_text("response.content_part.added", part=self._part())
 
     def chunks_of(self, index: int, news: News) -> Iterator[dict[str, object]]:
-        """Yield the events of what is new in the text, and of its end."""
+        """Yield the events of new text, and of its end."""
         for delta in self._contents(news):
             yield self._of_text("response.output_text.delta", delta=delta, logprobs=[])
         if news.reason:
@@ -67,7 +67,7 @@ class Reply(Chat):
         return self._response(status, [self._item(status, [self._part()])])
 
     def _contents(self, news: News) -> Iterator[str]:
-        """Yield what is new of the message, and add it to the text."""
+        """Yield the new parts of the message, and add them to the text."""
         for delta in self.deltas[0].of(news.text, news.reason is not None):
             if content := delta.get("content"):
                 self.text += content
@@ -107,7 +107,7 @@ class Reply(Chat):
         }
 
     def _used(self) -> dict[str, object]:
-        """Return what was used, by the newer names."""
+        """Return the tokens used, by the newer names."""
         used = self.usage()
         return {
             "input_tokens": used["prompt_tokens"],
@@ -119,5 +119,5 @@ class Reply(Chat):
 
 
 def _status(reason: str) -> str:
-    """Return what a text is that ended for a reason."""
+    """Return the status of a text that ended for a reason."""
     return "incomplete" if reason == "length" else "completed"

@@ -8,18 +8,20 @@ Knows: templates, transformers' parser of responses, llguidance's form of Lark. 
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from uuid import uuid4
 
-from specinfer.common.chat import BEGINNING, ChatOptions, rendered
+from specinfer.common.chat import BEGINNING, ChatOptions, Message, rendered
 from specinfer.errors import SamplingError
 from specinfer.grammar.asked import Grammar, schema_text
 from specinfer.serve.protocol import ApiError, Tool
 
 if TYPE_CHECKING:
+    from transformers.utils.chat_parsing.response_parser import ResponseParser
+
     from specinfer.decoder import SpeculativeDecoder
 
 Delta: TypeAlias = dict[str, Any]  # a part of a message: "content", "reasoning_content" or one of "tool_calls"
@@ -27,8 +29,8 @@ REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field
 NAMED = {"content": "content", **dict.fromkeys(REASONING, REASONING[0])}  # parts by the fields of templates
 NAME, ARGUMENTS = "sample_function", {"sample_argument": "sample value"}  # of calls that templates write
 SAMPLE = {"id": "sample001", "type": "function", "function": {"name": NAME, "arguments": ARGUMENTS}}
-CALLED = {"name": NAME, "arguments": json.dumps(ARGUMENTS)}  # what is read of it
-CALL = re.compile(f"{NAME}(.*?){re.escape(CALLED['arguments'])}", re.DOTALL)  # what is written
+CALLED = {"name": NAME, "arguments": json.dumps(ARGUMENTS)}  # as the parser reads it
+CALL = re.compile(f"{NAME}(.*?){re.escape(CALLED['arguments'])}", re.DOTALL)  # as templates write it
 NAMES = "[A-Za-z0-9_.:/-]+"  # of functions: every template writes them as they are
 AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}  # as `json.dumps` does
 MOST = 16  # calls in one text: without an end, small models repeat them to the context's
@@ -48,27 +50,28 @@ class Deltas:
         calls: of tools so far.
     """
 
-    def __init__(self, parser: Any = None, several: bool = True) -> None:
+    def __init__(self, parser: "ResponseParser | None" = None, several: bool = True) -> None:
         self.parser, self.several, self.calls = parser, several, 0
         self._call = ""  # text of one that has not ended
 
     def of(self, text: str, ended: bool) -> list[Delta]:
         """Return the parts that more text brings."""
-        if self.parser is None:
+        parser = self.parser
+        if parser is None:
             return [{"content": text}] if text else []
-        parts = self._parsed(lambda parser: parser.feed(text), text)
-        return parts + (self._parsed(lambda parser: parser.finalize()[1]) if ended and self.parser else [])
+        parts = self._parsed(lambda: parser.feed(text), text)
+        return parts + (self._parsed(lambda: parser.finalize()[1]) if ended and self.parser else [])
 
-    def _parsed(self, parse: Callable[[Any], list[dict[str, Any]]], text: str = "") -> list[Delta]:
-        """Return the parts that the parser finds; of what it refuses, the text."""
+    def _parsed(self, parse: Callable[[], list[dict[str, Any]]], text: str = "") -> list[Delta]:
+        """Return the parts that the parser finds; of a text that it refuses, the text itself."""
         content = self._call + text
         try:
-            return [delta for event in parse(self.parser) if (delta := self._delta(event))]
+            return [delta for event in parse() if (delta := self._delta(event))]
         except (AttributeError, LookupError, TypeError, ValueError):
             self.parser = None
             return [{"content": content}] if content else []
 
-    def _delta(self, event: dict[str, Any]) -> Delta:
+    def _delta(self, event: Mapping[str, Any]) -> Delta:
         """Return the part that an event of the parser brings, or nothing."""
         name, kind = event["field"], event["type"]
         if kind == "region_chunk" and name == "tool_calls":
@@ -169,15 +172,14 @@ class Forced:
         pieces = re.split(CALL, text)
         return pieces if is_read and len(pieces) == 2 * calls + 1 else []
 
-    def _written(self, messages: Sequence[object], begin: bool) -> str:
+    def _written(self, messages: Sequence[Message], begin: bool) -> str:
         """Return messages as the chat template writes them."""
         more = ChatOptions(add_generation_prompt=begin, continue_final_message=False)
-        text: str = rendered(messages, self.decoder.tokenizer, {**self.chat, **more}, tokenize=False)
-        return text
+        return str(rendered(messages, self.decoder.tokenizer, {**self.chat, **more}, tokenize=False))
 
     @property
     def _ends(self) -> str:
-        """A pattern of what ends a text."""
+        """A pattern of the tokens that end a text."""
         given = self.decoder.target.model.generation_config.eos_token_id
         ids = given if isinstance(given, list) else [given]
         texts = [self.decoder.tokenizer.decode([token]) for token in ids if token is not None]

@@ -84,17 +84,17 @@ def distill(
     name: str | None = None,
     progress: Progress = lambda *_: None,
 ) -> Figures:
-    """Make drafts for a target, in ``out/1``, ``out/2``, ...; what an earlier call finished is not made again.
+    """Make drafts for a target, in ``out/1``, ``out/2``, ...; drafts that an earlier call finished are not made again.
 
     Args:
         model: the target, a ``transformers`` causal LM on its device.
         tokenizer: the target's.
-        prompts: what the target continues (`read_prompts`).
+        prompts: that the target continues (`read_prompts`).
         out: the folder for drafts, and for the text in ``out/text``.
         recipe: what to make.
         documents: given text to learn from (`read_documents`).
-        name: what the cards call the target; the model's own name by default.
-        progress: gets the stage ("text", "draft 1", ...), units done, units in all, and figures such as the loss.
+        name: of the target, in the cards; the model's own by default.
+        progress: gets the stage ("text", "draft 1", ...), units done, units in all, and figures: the loss, for example.
 
     Returns:
         ``{"out": folder, "texts": number, "tokens": number, "drafts": [{"folder": ..., **figures}]}`` with the figures
@@ -107,7 +107,7 @@ def distill(
             loaded with a ``device_map``, or its weights are packed.
         ModelError, TokenizerMismatch: a draft to train on from is no head, or belongs to another target.
         NumericalError: the loss is not a number; the last good checkpoint stays.
-        SpecinferError: the disk is full; what was finished stays.
+        SpecinferError: the disk is full; finished drafts stay.
     """
     _check_target(model, recipe)
     process = processes(model.device)

@@ -38,7 +38,7 @@ def describe_data(
     tokens: int,
     settings: TextSettings,
 ) -> str:
-    """Return what drafts were trained on, in Markdown."""
+    """Return the description of the training data, in Markdown."""
     temperatures = ", ".join(f"{temperature:g}" for temperature in settings.temperatures)
     text = (
         f"{texts:,} texts, {tokens:,} tokens, prompts included.\n\n"
@@ -54,10 +54,10 @@ def write_card(job: TrainingJob, data: str, figures: Figures) -> None:
     """Write ``README.md`` and, where matplotlib is installed, ``loss.png`` into the draft's folder.
 
     Args:
-        job: what was trained.
-        data: what the draft was trained on (`describe_data`).
-        figures: what training returned: ``history`` (dicts of step, loss, held_out), ``hits[step][k - 1]``; of a
-            head ``coverage`` and ``inverse_temperature``, too.
+        job: that is done.
+        data: the draft's training data (`describe_data`).
+        figures: of the training: ``history`` (dicts of step, loss, held_out), ``hits[step][k - 1]``; of a
+            head also ``coverage`` and ``inverse_temperature``.
 
     Raises:
         SpecinferError, InputError: the disk is full, or the folder cannot be written.

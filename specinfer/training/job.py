@@ -1,4 +1,4 @@
-"""What to train, what a training keeps on disk, and the processes that share it.
+"""A training: its job, its checkpoints on disk, and the processes that share it.
 
 Knows: settings, figures and checkpoints.  Does not know: how text is made (`text`), how a draft is trained (`train`).
 """
@@ -58,7 +58,7 @@ class TrainingJob:
     earlier: Sequence[Path] = ()  # folders of the drafts that this one complements
     start: Path | None = None  # folder of the head whose training goes on; None begins anew
     earlier_starts: Sequence[Path] = ()  # the same for the earlier drafts
-    target: str = ""  # what the target is called
+    target: str = ""  # the target's name
 
     def lock_settings(self) -> None:
         """Record the settings in the folder, or check that they are the recorded ones.
@@ -118,7 +118,7 @@ class Checkpoint:
         for number, optimizer in enumerate(optimizers):
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{number}.{index}.{name}": value for name, value in state.items()}
-        copies = {name: value.detach().clone().contiguous() for name, value in tensors.items()}  # tied weights, too
+        copies = {name: value.detach().clone().contiguous() for name, value in tensors.items()}  # also of tied weights
         with storing(self.folder):
             shutil.rmtree(self.fresh, ignore_errors=True)
             self.fresh.mkdir(parents=True)
@@ -132,7 +132,7 @@ class Checkpoint:
         """Return the steps done and the history, (0, []) where nothing was saved.
 
         Raises:
-            InputError: what was saved is damaged.
+            InputError: the checkpoint is damaged.
         """
         if not self.folder.exists() and (self.fresh / "state.json").exists():
             self.fresh.rename(self.folder)  # killed after the old checkpoint was removed

@@ -8,10 +8,9 @@ model: the stand-in's base model returns given states, and its output matrix has
 """
 
 from operator import itemgetter
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -71,8 +70,8 @@ def check_logits(model: PreTrainedModel) -> None:
 class _OutputRows:
     """Some rows of an output matrix, with their biases."""
 
-    def __init__(self, output: Any, token_ids: Tensor) -> None:
-        self.weight = output.weight.detach()[token_ids]
+    def __init__(self, output: nn.Module, token_ids: Tensor) -> None:
+        self.weight = output.get_parameter("weight").detach()[token_ids]
         bias = getattr(output, "bias", None)
         self.bias = None if bias is None else bias.detach()[token_ids]
 
@@ -83,7 +82,7 @@ class _OutputRows:
 class _FixedBaseModel(tuple[Tensor]):
     """Stands in for a base model, for the decoder in it, and for what they return: the last hidden states (1, N, H).
 
-    Any other name, such as ``past_key_values``, is None.
+    All other names, ``past_key_values`` for example, are None.
     """
 
     last_hidden_state = property(itemgetter(0))
@@ -103,6 +102,6 @@ class _StandIn:
         self._model = model
         self._replaced = {id(model.base_model): base_model, id(model.get_output_embeddings()): output}
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         value = getattr(self._model, name)
         return self._replaced.get(id(value), value)

@@ -1,4 +1,4 @@
-"""What drafts learn: losses against a target's distribution or its chosen tokens.
+"""The losses of drafts, against a target's distribution or its chosen tokens.
 
 Knows: draft steps, columns to learn, hit rates.  Does not know: optimisation, where texts come from, files.
 
@@ -10,10 +10,10 @@ the next draft, so that together they cover more.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn import functional
 from transformers import PreTrainedModel
 
@@ -126,7 +126,7 @@ class SoftCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, distribution: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, logits: Tensor, distribution: Tensor) -> Tensor:
         """Return the cross entropies, float32."""
         values = logits.float()
         total = values.logsumexp(-1, keepdim=True)
@@ -135,7 +135,7 @@ class SoftCrossEntropy(torch.autograd.Function):
         return total[:, 0] - expected
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: BackwardCFunction, gradient: Tensor) -> tuple[Tensor, None]:
         """Return the gradient of the logits."""
         (difference,) = ctx.saved_tensors
         return difference * gradient.to(difference.dtype)[:, None], None

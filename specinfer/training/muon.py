@@ -2,12 +2,11 @@
 
 Knows: gradients.  Does not know: models, schedules.
 
-`torch.optim.Muon` orthogonalises in bfloat16.  A processor that has no such products takes ten times as long over them,
-and longer than over the forward and backward passes of a head.  Here the same steps are made in float32.
+`torch.optim.Muon` orthogonalises in bfloat16.  A processor without bfloat16 products takes ten times as long over the
+steps, longer than over the forward and backward passes of a head.  Here the same steps are made in float32.
 """
 
 from math import sqrt
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ class Muon(torch.optim.Muon):
     """`torch.optim.Muon` with ``adjust_lr_fn="match_rms_adamw"``, whose state and settings it takes."""
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Make one step; there is no closure."""
         for group in self.param_groups:
             for weight in group["params"]:

@@ -37,7 +37,7 @@ def optimise(
     """Run the training loop from the newest checkpoint to the end.
 
     Args:
-        loss: with what is trained.
+        loss: with the network that is trained.
         texts: to train on, and held out.
         earlier: heads whose first proposals weigh less.
         job: settings, and the folder beside which checkpoints are kept.
@@ -111,7 +111,7 @@ class _Plan:
             self.steps, self.minutes = planned, None
 
     def count(self, done: int) -> None:
-        """Take note of a step; so many were done."""
+        """Take note of a step, given how many were done."""
         if self.minutes is None:
             return
         self.rated, self.steps = self.rated + 1, max(self.steps, done + 1)

@@ -56,7 +56,7 @@ class TrainingPrompt(NamedTuple):
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What the target writes: at each temperature from the whole distribution, without top-k and top-p."""
+    """The target's texts: at each temperature from the whole distribution, without top-k and top-p."""
 
     samples: int | None = None  # texts; None: one per prompt
     new_tokens: int = 144
@@ -68,7 +68,7 @@ class TextSettings:
             if value is not None and value < 1:
                 raise InputError(f"{name}={value} makes no text: give at least 1")
         if not self.temperatures or not all(0 <= temperature < inf for temperature in self.temperatures):
-            raise InputError(f"temperatures={self.temperatures}: give numbers of at least 0, such as 0,0.7,1")
+            raise InputError(f"temperatures={self.temperatures}: give numbers of at least 0, like 0,0.7,1")
 
 
 class TextJob(NamedTuple):
@@ -82,7 +82,7 @@ class TextJob(NamedTuple):
 TextBatch = list[TextJob]  # of one temperature, and all continued or all given
 
 
-# ---- what to write ----
+# ---- texts to write ----
 
 
 def read_prompts(files: Sequence[Path]) -> list[TrainingPrompt]:

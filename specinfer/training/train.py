@@ -49,7 +49,7 @@ def train_head(
         target: the target model.
         tokenizer: its tokenizer.
         shards: texts with states (`data`); the last of the states must be the target's output.
-        job: what to train.
+        job: of the training.
         progress: called after every step.
 
     Raises:
@@ -172,13 +172,13 @@ def train_causal_lm(
     figures = optimise(CausalLMLoss(model, target, settings), texts, (), job, progress)
     if processes(target.device).is_main_process:
         with storing(out):
-            model.to(torch.bfloat16).save_pretrained(out)
+            model.bfloat16().save_pretrained(out)
             tokenizer.save_pretrained(out)
             sync(*out.iterdir(), out)
     return figures
 
 
-def _outer_layers(target: PreTrainedModel, layers: int) -> Any:
+def _outer_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
     """Return a copy of the target, in float32, with its first ``layers // 2`` layers and its last ones."""
     config = deepcopy(target.config)
     kept = [*range(layers // 2), *range(config.num_hidden_layers - layers + layers // 2, config.num_hidden_layers)]

@@ -1,10 +1,8 @@
 """Trees, steps, results and inspections as pages, pictures and JSON that need no network.
 
-    inspection.py   a result, step by step; other trees instead of a step's
-    rescoring.py    what the target says of every node, computed again
     description.py  what there is to show, as data, for all painters
     style.py        colours, shapes and lines, for all painters
-    token_text.py   a token as text
+
     html.py         the interactive page: what is in page/, with the data inside
     svg.py          the still picture of one tree
     side_by_side.py two results on one text, as data
@@ -17,12 +15,12 @@ Nothing below imports it: things show themselves through `specinfer.common.displ
 """
 
 from html import escape
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, TypeAlias
 
 from specinfer.common.files import write_whole
 from specinfer.common.token_text import Tokenizer
 from specinfer.results import Result
-from specinfer.viz.description import Description, describe
+from specinfer.viz.description import Description, Drawable, describe
 from specinfer.viz.html import fragment_of, page_of, to_json
 from specinfer.viz.lanes import lanes_of
 from specinfer.viz.plots import plot_compare, plot_drafts
@@ -35,15 +33,17 @@ if TYPE_CHECKING:
 
 __all__ = ["SideBySide", "data", "fragment", "page", "picture", "plot_compare", "plot_drafts", "text"]
 
+Displayable: TypeAlias = Drawable | SideBySide
 
-def fragment(thing: object) -> str:
+
+def fragment(thing: Displayable) -> str:
     """Return an element for a notebook: of a result that has no step yet, its text."""
     if isinstance(thing, Result) and not thing.steps:
         return f"<pre>{escape(thing.text)}</pre>"
     return fragment_of(*_painted(thing))
 
 
-def page(thing: object, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
+def page(thing: Displayable, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
     """Return a complete document; write it if there is a path.
 
     Raises:
@@ -52,18 +52,18 @@ def page(thing: object, path: "str | PathLike[str] | None" = None, tokenizer: To
     return _written(page_of(*_painted(thing, tokenizer)), path)
 
 
-def picture(thing: object, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
+def picture(thing: Displayable, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
     """Return a picture; arguments and errors as `page`."""
     return _written(_painted(thing, tokenizer)[1], path)
 
 
-def data(thing: object, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
+def data(thing: Displayable, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
     """Return what the page draws, as JSON; arguments and errors as `page`."""
     return _written(to_json(_described(thing, tokenizer).to_dict()), path)
 
 
 def text(
-    thing: object, stream: TextIO | None = None, tokenizer: Tokenizer | None = None, step: int | None = None
+    thing: Drawable, stream: TextIO | None = None, tokenizer: Tokenizer | None = None, step: int | None = None
 ) -> str:
     """Return a tree as lines of text: token, probability, who drafted it, what became of it.
 
@@ -77,11 +77,11 @@ def text(
     return text_for(stream, describe(thing, tokenizer), step)
 
 
-def _described(thing: object, tokenizer: Tokenizer | None) -> Description | PairDescription:
+def _described(thing: Displayable, tokenizer: Tokenizer | None) -> Description | PairDescription:
     return describe_pair(thing, tokenizer) if isinstance(thing, SideBySide) else describe(thing, tokenizer)
 
 
-def _painted(thing: object, tokenizer: Tokenizer | None = None) -> tuple[Description | PairDescription, str]:
+def _painted(thing: Displayable, tokenizer: Tokenizer | None = None) -> tuple[Description | PairDescription, str]:
     """Return the description of a thing, and its still picture."""
     found = _described(thing, tokenizer)
     return found, lanes_of(found) if isinstance(found, PairDescription) else svg_of(found)

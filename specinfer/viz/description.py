@@ -1,4 +1,4 @@
-"""What there is to show of a tree, a step, a result or an inspection: one description for all painters.
+"""The description of a tree, a step, a result or an inspection: one for all painters.
 
 Knows: trees, steps, results, inspections, a tokenizer.  Does not know: HTML, pictures.
 
@@ -40,11 +40,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import isfinite
-from typing import Any
+from typing import TypeAlias
 
+from specinfer.common.records import Record
 from specinfer.common.token_text import Piece, Tokenizer, last_piece, piece_after, plain_text, split_bytes, visible
 from specinfer.common.values import mapped
-from specinfer.evaluation.inspect.inspection import StepInspection
+from specinfer.evaluation.inspect.inspection import Inspection, StepInspection
 from specinfer.evaluation.inspect.rescoring import BY_HAND
 from specinfer.results import Result, Step, best_step
 from specinfer.tree import TokenTree
@@ -53,12 +54,13 @@ from specinfer.viz.style import SHAPES, by_draft
 
 PROMPT_CHARACTERS = 4000  # of a longer prompt, the last ones are shown
 LONGEST_CHARACTER = 4  # bytes, in UTF-8
+Drawable: TypeAlias = TokenTree | Step | Result | Inspection | StepInspection
 INSPECTED = ("p", "ratio", "noise", "margin", "tests")
 
 
 @dataclass(frozen=True)
 class DrawnStep:
-    """One tree and what became of it, whatever it came from."""
+    """One tree and its fate, whatever it came from."""
 
     tree: TokenTree
     drawing: TreeDrawing
@@ -83,9 +85,9 @@ class DrawnStep:
         path = [self.drawing.nodes[node].drafts for node in self.path[: len(self.tokens)]]
         return [*path, *[()] * (len(self.tokens) - len(path))]
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Record:
         """Return the step in columns."""
-        data: dict[str, object] = {
+        data: Record = {
             "tokens": self.tree.tokens.tolist(),
             "parents": self.tree.parents.tolist(),
             "q": [_short(node.probability) for node in self.drawing.nodes[: len(self.tree)]],
@@ -102,22 +104,21 @@ class DrawnStep:
                 str(node): [piece.text, piece.rest.decode("ascii", "backslashreplace"), columns(str(piece))]
                 for node, piece in self.pieces.items()
             }
-        step: Any = getattr(self.record, "step", self.record)
-        if step is not None:
+        if step := self.record.step if isinstance(self.record, StepInspection) else self.record:
             data["seconds"] = _short(step.seconds.to_dict())
         return data | (_inspected(self.record) if isinstance(self.record, StepInspection) else {})
 
 
 @dataclass(frozen=True)
 class Description:
-    """What there is to show.
+    """The description of a thing to show.
 
     Attributes:
-        thing: what was described.
+        thing: that was described.
         drafts: names by draft id.
         steps: one per tree.
         tokenizer: from ids to text; None shows ids.
-        result: what the steps belong to, if that is known.
+        result: that the steps belong to, if it is known.
     """
 
     thing: object
@@ -152,7 +153,7 @@ class Description:
 
     @property
     def rule(self) -> str | None:
-        """What decided, where the nodes tell: "greedy", "coupled" or "coins"."""
+        """The rule that decided, where the nodes tell: "greedy", "coupled" or "coins"."""
         record = self.best.record
         if not isinstance(record, StepInspection):
             return None
@@ -165,7 +166,7 @@ class Description:
         return ["✎" if name == BY_HAND else SHAPES[draft % len(SHAPES)] for draft, name in enumerate(self.drafts)]
 
     def legend(self, steps: Iterable[DrawnStep]) -> list[list[str]]:
-        """Return what shapes and marks mean, as [sign, words], as far as they occur in some steps."""
+        """Return the meaning of shapes and marks, as [sign, words], as far as they occur in some steps."""
         nodes = [node for step in steps for node in step.drawing.nodes]
         drafts = sorted({draft for node in nodes for draft in node.drafts})
         states = {node.state for node in nodes} - {"root", "drafted"}
@@ -208,35 +209,36 @@ class Description:
         }
 
 
-def describe(thing: object, tokenizer: Tokenizer | None = None) -> Description:
-    """Describe what there is to show of a `TokenTree`, `Step`, `Result`, `Inspection` or `StepInspection`.
+def describe(thing: Drawable, tokenizer: Tokenizer | None = None) -> Description:
+    """Describe a thing for painters.
 
     Args:
-        thing: what to show.
-        tokenizer: from ids to text; by default what the thing was made with, else ids are shown.
+        thing: to show.
+        tokenizer: from ids to text; by default the one that the thing was made with, else ids are shown.
     """
-    result = getattr(thing, "result", thing if isinstance(thing, Result) else None)
+    result = thing if isinstance(thing, Result) else getattr(thing, "result", None)
     tokenizer = tokenizer or getattr(thing if result is None else result, "tokenizer", None)
     drafts = _draft_names(thing, result)
     steps = list(_steps(thing, tokenizer, len(drafts) - 1 if BY_HAND in drafts else None))
     return Description(thing, drafts, steps, tokenizer, result)
 
 
-def _draft_names(thing: Any, result: Result | None) -> list[str]:
+def _draft_names(thing: Drawable, result: Result | None) -> list[str]:
     """Return the names of drafts by id; numbers for a tree or a step that does not know them."""
     if isinstance(thing, StepInspection):
         return thing.draft_names
-    if result is not None:
-        trees, names = [step.tree for step in result.steps], [draft.draft for draft in result.stats.drafts]
-    else:
+    if isinstance(thing, TokenTree | Step):
         trees = [thing if isinstance(thing, TokenTree) else thing.tree]
         names = list(trees[0].draft_names)
+    else:
+        assert result is not None
+        trees, names = [step.tree for step in result.steps], [draft.draft for draft in result.stats.drafts]
     ids = range(len(names), max((max(tree.proposers).bit_length() for tree in trees), default=0))
     # contrastive search's candidates are the target's own
     return [*names, *("target" if names or result is not None else f"draft {i}" for i in ids)]
 
 
-def _steps(thing: Any, tokenizer: Tokenizer | None, by_hand: int | None) -> Iterator[DrawnStep]:
+def _steps(thing: Drawable, tokenizer: Tokenizer | None, by_hand: int | None) -> Iterator[DrawnStep]:
     tokens = _Tokens(tokenizer)
     if isinstance(thing, TokenTree):
         yield DrawnStep(thing, TreeDrawing.of(thing, tokens.text))
@@ -245,7 +247,7 @@ def _steps(thing: Any, tokenizer: Tokenizer | None, by_hand: int | None) -> Iter
     elif isinstance(thing, StepInspection):
         yield _step(thing, tokens, thing.nodes[0].position, by_hand=by_hand)
     else:
-        result = getattr(thing, "result", thing)
+        result = thing if isinstance(thing, Result) else thing.result
         ids, position = [*result.prompt_ids, *result.token_ids], len(result.prompt_ids) - 1
         for step in thing.steps:
             yield _step(step, tokens, position, ids[max(0, position - LONGEST_CHARACTER) : position])
@@ -301,8 +303,8 @@ def _inspected(step: StepInspection) -> dict[str, object]:
     }
 
 
-def _short(value: object) -> Any:
-    """Return numbers in three digits, whatever they stand in; None for what JSON has no word for."""
+def _short(value: object) -> object:
+    """Return numbers in three digits, whatever they stand in; None for infinities and NaN, which JSON lacks."""
     return mapped(value, lambda leaf: leaf if not isinstance(leaf, float) else _digits(leaf))
 
 

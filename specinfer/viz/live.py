@@ -6,7 +6,7 @@ Knows: runs, IPython's display.  Does not know: how steps are decoded, pages.
 import sys
 from html import escape
 from time import monotonic
-from typing import Any, Unpack
+from typing import Unpack
 
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.options import Options
@@ -61,7 +61,7 @@ def watch(decoder: SpeculativeDecoder, prompt: Prompt = None, **options: Unpack[
 
 def in_notebook() -> bool:
     """Return whether this is a notebook's kernel."""
-    ipython: Any = sys.modules.get("IPython")
+    ipython = sys.modules.get("IPython")
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 

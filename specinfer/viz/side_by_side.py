@@ -26,7 +26,7 @@ class SideBySide(Displayed):
     Attributes:
         first: a result.
         second: the other one.
-        names: what they are called.
+        names: of the two results.
 
     Raises:
         InputError: one is no result, or the prompts differ.
@@ -47,7 +47,7 @@ class SideBySide(Displayed):
 
 @dataclass(frozen=True)
 class PairDescription:
-    """What there is to show of two results."""
+    """The description of two results."""
 
     names: tuple[str, str]
     sides: tuple[Description, Description]

@@ -52,7 +52,7 @@ def document(title: str, width: float, height: float, parts: Iterable[str]) -> s
 
 
 def _words(node: DrawnNode, shapes: list[str]) -> list[Word]:
-    """Return what a node's box holds: who drafted it, its text, its probability, its mark."""
+    """Return the content of a node's box: who drafted it, its text, its probability, its mark."""
     text, ink = node.text.replace("␠", "␣"), style(node).ink  # few fonts have ␠
     text = text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
     words = [

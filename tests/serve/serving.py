@@ -39,7 +39,7 @@ class Live:
 
     def metric(self, name: str, **labels: str) -> float:
         """Return the value of a metric."""
-        server = self.app.routes[0].endpoint.__self__
+        server = self.app.routes[-1].endpoint.__self__
         return server.engine.metrics.registry.get_sample_value(f"specinfer:{name}", labels) or 0.0
 
     @property

@@ -452,7 +452,7 @@ def test_wrong_data(plot: Any, arguments: tuple[Any, ...], message: str) -> None
 
 def test_every_method_has_looks_of_its_own():
     """In every picture the same, and no two alike."""
-    assert axes.METHODS.keys() == METHODS.keys()
+    assert axes.METHODS.keys() == set(METHODS)
     assert len({(colour, hatch) for colour, hatch, _ in axes.METHODS.values()}) == len(METHODS)
 
 

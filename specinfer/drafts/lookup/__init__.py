@@ -1,1 +1,1 @@
-"""Drafts that look up what may follow, in texts or in what the target said before; they have no weights."""
+"""Drafts that look up the next tokens, in texts or in the target's earlier predictions; they have no weights."""

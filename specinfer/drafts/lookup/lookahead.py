@@ -4,7 +4,7 @@ Knows: one window of guesses and one pool of n-grams per row; what the target sa
 Does not know: models, attention, verification.
 
 Jacobi decoding guesses the next W tokens, lets one pass score all guesses, and takes what the target would have put in
-their stead as the next guesses.  The window holds the last N - 1 such iterates (section 3.1):
+their stead as the next guesses.  The window holds the last N - 1 of these iterates (section 3.1):
 
     row j, column i    the guess about position i + j below the root, made j iterates after row 0
     row 0              starts with the root; its columns are one text
@@ -118,7 +118,7 @@ class Window:
 
         Args:
             chosen: the target's choice after every column's path; None where it was not scored.
-            tokens: what the row committed, at least one.
+            tokens: that the row committed, at least one.
         """
         rows = [*self.rows, [self._random() if token is None else token for token in chosen]]
         moved = len(tokens)

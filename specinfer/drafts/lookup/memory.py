@@ -27,7 +27,7 @@ ADVICE = "remove it, or name another file"
 
 
 class Memory:
-    """Texts of earlier rows and calls, prompts included, and an index of what followed what.
+    """Texts of earlier rows and calls, prompts included, and an index of their n-grams.
 
     Threads may share it.
 
@@ -55,10 +55,10 @@ class Memory:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], max_bytes: int = 1 << 26) -> "Memory":
-        """Read what `save` wrote.
+        """Read a file of `save`.
 
         Raises:
-            InputError: there is no such file, or it is not a memory, or is incomplete.
+            InputError: the file does not exist, is not a memory, or is incomplete.
         """
         memory, name = cls(max_bytes), checked_path(path)
         try:

@@ -3,15 +3,13 @@
 Knows: the longest n-gram.  Does not know: any model, how occurrences are counted (`suffix`, `text_index`).
 """
 
-from typing import Any
-
 from specinfer.common.values import checked_count
 from specinfer.drafts.lookup.suffix import LookupDraft, SuffixSession
 from specinfer.engine.draft import DraftContext
 
 
 class NGramDraft(LookupDraft):
-    """Prompt lookup as a tree: what followed earlier occurrences of the last 1, 2, ... ``max_ngram`` tokens.
+    """Prompt lookup as a tree: successors of earlier occurrences of the last 1, 2, ... ``max_ngram`` tokens.
 
     Args:
         max_ngram: longest context looked up, in tokens; at least 1.
@@ -25,7 +23,7 @@ class NGramDraft(LookupDraft):
     def __init__(self, max_ngram: int = 4) -> None:
         self.max_ngram = checked_count("max_ngram", max_ngram, 1, "looks nothing up")
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the longest context."""
         return {"max_ngram": self.max_ngram}
 

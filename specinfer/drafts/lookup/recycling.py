@@ -1,11 +1,11 @@
-"""Token recycling: what the target once said after a token proposes what follows it (arXiv 2408.08696).
+"""Token recycling: the target's earlier predictions after a token propose its successors (arXiv 2408.08696).
 
 Knows: the target's logits at the nodes of every step, rejected ones included.  Does not know: models, verification.
 
 Every pass scores many nodes, and most are rejected.  Their logits are not thrown away: the likeliest tokens at a node
 go into a table, under the node's token and under the pair of that and the token before it.  A tree is grown from the
 table, level by level, without any pass.  The paper keeps ids alone and fills a tree of fixed shape; here the
-probabilities are kept, too, so that any policy can grow the tree.
+probabilities are kept as well, so that any policy can grow the tree.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from specinfer.tree import Frontier, Source, TokenTree
 
 KEPT = 8  # tokens of an entry
 ENTRIES = 1 << 16  # of a table: 16 MB at most
-NEW = 0.5  # weight of what the target says now against what it said before
+NEW = 0.5  # weight of the target's present distribution against its earlier ones
 PAIR, ALONE = 0.8, 0.6  # weights of what follows a pair, the rest is the single token's; and of that without a pair
 STRIPES, GROUPS, SAMPLE = 32, 16, 16  # how `likeliest` reads a vocabulary: tokens of a group, groups, 1 token in 16
 
@@ -49,7 +49,7 @@ class RecyclingTable:
         self.newest = 0
 
     def learn(self, pairs: Sequence[Key], tokens: np.ndarray, probs: np.ndarray) -> None:
-        """Take note of what follows pairs of tokens (a, b); of equal keys the last one counts.
+        """Take note of the successors of pairs of tokens (a, b); of equal keys the last one counts.
 
         Args:
             pairs: N of them.
@@ -108,7 +108,7 @@ class RecyclingDraft(Draft):
     with what followed its last one.
 
     A decoder has a table of its own, of 16 MB at most, and keeps it: what one call teaches, the drafts of the next one
-    use.  This holds for several users of one decoder, too.  It changes trees and passes, never a text.
+    use.  This also holds for several users of one decoder.  It changes trees and passes, never a text.
     """
 
     name = "recycling"
@@ -143,7 +143,7 @@ class RecyclingSession(DraftRows, DraftSession):
         return self
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
-        """Put what the target said at all nodes of all rows into the table."""
+        """Put the target's predictions at all nodes of all rows into the table."""
         found = [likeliest(view.logits[: len(view.tree)], KEPT) for view in scored]
         if found:
             columns = torch.cat([torch.stack([ids.to(v.dtype), v]) for ids, v in found], 1).cpu().numpy()  # one wait
@@ -162,7 +162,7 @@ class RecyclingSession(DraftRows, DraftSession):
         return self.coupled(tokens, q, k, frontier.depth)
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw k children per node from what the table says, normalised; unknown nodes have none."""
+        """Draw k children per node from the table's distribution, normalised; unknown nodes have none."""
         tokens, log_probs = self._successors(frontier)
         dense = torch.full((*tokens.shape[:2], self.context.vocab_size), -inf, dtype=torch.float32, device=self.device)
         dense.scatter_reduce_(2, tokens, self._processed(log_probs), "amax")  # small vocabularies leave ids unused
@@ -179,7 +179,7 @@ class RecyclingSession(DraftRows, DraftSession):
         return scores.masked_fill(absent, -inf)
 
     def _successors(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
-        """Return what the table says after every frontier node, (B, W, 2 KEPT), and remember the nodes' tokens."""
+        """Return the table's entries after every frontier node, (B, W, 2 KEPT), and remember the nodes' tokens."""
         rows = zip(self.ends, self.pairs, frontier.tokens.tolist(), frontier.parents.tolist(), strict=True)
         asked: list[Key] = []
         for end, pairs, tokens, parents in rows:

@@ -1,4 +1,4 @@
-"""The suffix draft: what followed the longest suffixes of the text before.  It has no weights and runs no passes.
+"""The suffix draft: earlier successors of the text's longest suffixes.  It has no weights and runs no passes.
 
 Knows: the token ids of each row, a memory of earlier texts if there is one.  Does not know: any model.
 
@@ -34,7 +34,7 @@ OTHERS = 4  # other rows of a call that a row drafts from, if there is a memory
 
 
 class LookupDraft(Draft):
-    """A draft from texts, which knows what every text of a chat holds, whatever is said."""
+    """A draft from texts, which knows the tokens that every text of a chat template holds."""
 
     special: frozenset[int] = frozenset()  # ids of special tokens
     template: Sequence[int] = ()  # with which the chat template begins every prompt
@@ -77,7 +77,7 @@ class SuffixDraft(LookupDraft):
             self.memory.bind(tokenizer, target.vocab_size)
         return super().attach(target, tokenizer)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the longest context."""
         return {"max_context": self.max_context}
 
@@ -113,7 +113,7 @@ def template_prefix(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
         return []
     try:
         return common([encode(text, tokenizer).only for text in ("0", "a")])
-    except InputError:  # a template that takes no such prompt
+    except InputError:  # a template that takes no prompt of one message
         return []
 
 
@@ -170,7 +170,7 @@ class SuffixSession(DraftRows, DraftSession):
         self.paths: list[list[tuple[int, ...]]] = []  # per row: the path of every frontier node so far, root first
 
     def indices(self, row: int) -> list[TextIndex]:
-        """Return where a row's occurrences are counted: in its text; with a memory, there and in other rows, too."""
+        """Return where a row's occurrences are counted: in its text; with a memory, also there and in other rows."""
         text = self.texts[row]
         others = [other for other in self.texts if other is not text]
         return [text, *others[:OTHERS], self.memory.index] if self.memory else [text]

@@ -1,4 +1,4 @@
-"""What may come next in a text: where its last tokens occurred before, and what followed them there.
+"""Next tokens of a text: earlier occurrences of its last tokens, and their successors there.
 
     `TextIndex`    where n-grams occurred in texts, and what followed them
     `Passages`     earlier passages that a row's text runs along, value after value: a form that is filled in again
@@ -11,8 +11,9 @@ n-gram was followed before, as the hash chains of deflate do (RFC 1951, section 
 time.  A match between two of those lengths, or beyond the last, is found from the newest occurrences of the shorter
 n-gram: they are compared backwards, token by token.  N-grams are told apart by 64-bit hashes.
 
-A chat template puts a header before each message, such as ``<|im_start|>user`` and a new line.  What follows one header
-says nothing about what follows another.  So the first tokens after a special token are found by long contexts alone.
+A chat template puts a header before each message: ``<|im_start|>user`` and a new line, for example.  The text after one
+header says nothing about the text after another.  So the first tokens after a special token are found by long contexts
+alone.
 A system message that the template writes by itself was said by nobody: it is not found at all.
 
 What followed longer contexts is blended with what followed shorter ones by PPM's escape (Cleary and Witten 1984; method
@@ -38,7 +39,7 @@ RECENT = 32  # occurrences of one n-gram that are counted at most, the newest fi
 HEADER = 3  # tokens after a special one that only longer contexts find
 BREAK = -1  # stands between two texts
 NUMBER = 32  # bytes of an int object, about
-LEVEL = 3  # of `LENGTHS`: so many tokens must agree
+LEVEL = 3  # of `LENGTHS`: tokens that must agree
 PASSAGES = 8  # that are read
 SPAN = 16  # tokens of a passage, and tokens of the row's text after which a match is forgotten
 AGREED = 0.75  # of the longest match; shorter ones are not read
@@ -150,7 +151,7 @@ class Match(NamedTuple):
 
 
 class Passages:
-    """The places that one row's text agreed with of late, and what stands behind them.
+    """The places that one row's text agreed with of late, and the tokens behind them.
 
     How often they are right is counted as the row's text grows, so that they propose little where nothing repeats.
 
@@ -188,13 +189,13 @@ class Passages:
         self.resumed = _resumed(self.texts)
 
     def successors(self, token: int) -> dict[int, float]:
-        """Return what comes after a token: what follows it in the passages, or else a token that resumes them."""
+        """Return the successors of a token: those in the passages, or else a token that resumes them."""
         inside, expected = self._expected(token)
         right, asked = self.right[inside]
         return {successor: probability * right / asked for successor, probability in expected.items()}
 
     def _expected(self, token: int) -> tuple[bool, dict[int, float]]:
-        """Return whether a token is in the passages, and what comes after it, were they right."""
+        """Return whether a token is in the passages, and its successors, were they right."""
         found = [text[text.index(token) + 1] for text in self.texts if token in text[:-1]]
         return bool(found), {each: found.count(each) / len(found) for each in found} if found else self.resumed
 
@@ -230,21 +231,21 @@ def successors(
 
 
 def _blend(distribution: dict[int, float], counts: dict[int, int], contexts: float, left: float) -> float:
-    """Add what followed so many contexts of the same occurrences; return the probability that is left."""
+    """Add the successors of contexts with the same occurrences; return the probability that is left."""
     total = sum(counts.values())
     share = 1 - (len(counts) / (total + len(counts))) ** contexts
     return _add(distribution, {token: share * count / total for token, count in counts.items()}, left)
 
 
 def _add(distribution: dict[int, float], more: dict[int, float], left: float) -> float:
-    """Add a distribution's part of the probability that is left; return what is left then."""
+    """Add a distribution's part of the remaining probability; return the rest."""
     for token, probability in more.items():
         distribution[token] = distribution.get(token, 0.0) + left * probability
     return left * (1 - sum(more.values()))
 
 
 def _passage(index: TextIndex, at: int) -> tuple[int, ...]:
-    """Return what stands at a position, up to the end of its text."""
+    """Return the tokens from a position to the end of its text."""
     ids = index.ids[at : at + SPAN].tolist()
     return tuple(ids[: ids.index(BREAK)] if BREAK in ids else ids)
 

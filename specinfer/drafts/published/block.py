@@ -29,7 +29,7 @@ class BlockRows(Clocked, DepthsSession):
     Args:
         model: with a `DFlashNetwork`.
         aux_layers: the target's hidden states that it reads.
-        context: what it is told.
+        context: of the session.
     """
 
     per_row = (*DepthsSession.per_row, "uncached")
@@ -102,11 +102,11 @@ class BlockRows(Clocked, DepthsSession):
         super().commit(tokens, states, scored)
 
     def read(self, row: int, ids: Sequence[int]) -> Cached | None:
-        """Return what the cache holds of a row."""
+        """Return the cache of a row."""
         return read(self.session, row, ids)
 
     def join(self, other: DraftRows) -> None:
-        """Take in the rows of another session, and what its cache holds of them; see `ModelDraftSession.join`."""
+        """Take in the rows of another session, with its cache of them; see `ModelDraftSession.join`."""
         assert isinstance(other, BlockRows)
         if self._longest_uncached() <= CATCH_UP:
             other.read_ahead()
@@ -169,7 +169,7 @@ def lay_out_blocks(
 
     Args:
         roots: last committed token of each row.
-        mask_token: what the other slots hold.
+        mask_token: in the other slots.
         size: slots of a block.
         counts: tokens of each row's new context; they come before the root.
         device: of the layout.

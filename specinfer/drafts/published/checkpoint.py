@@ -7,10 +7,9 @@ Nothing in a checkpoint is run: no remote code, and a pickle is read with ``weig
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from specinfer.common.files import WEIGHTS, parse_json
+from specinfer.common.records import Record
 from specinfer.errors import ModelError, one_line
 from specinfer.loading import reach_hub
 
@@ -27,11 +27,11 @@ LISTED = 4  # names of weights in a message
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A published draft: what it is called, what its configuration says, where its weights are."""
+    """A published draft: its name, its folder, its configuration."""
 
     name: str
     folder: Path
-    config: Mapping[str, Any]
+    config: Record
 
     @classmethod
     def find(cls, name: str | os.PathLike[str]) -> "Checkpoint":
@@ -70,7 +70,7 @@ class Checkpoint:
             ModelError: there are none, they are damaged, or a pickle holds more than tensors.
         """
         files = sorted(self.folder.glob("*.safetensors"))
-        read: Callable[[Path], Any] = load_file
+        read: Callable[[Path], dict[str, Tensor]] = load_file
         if not files:
             files, read = sorted([*self.folder.glob("*.bin"), *self.folder.glob("*.pt")]), _unpickled
         if not files:
@@ -95,14 +95,17 @@ class Checkpoint:
         """Return the error that says why this checkpoint cannot be loaded."""
         return ModelError(f"cannot load the draft {self.name}: {reason}")
 
-    def size(self, *names: str, default: int | None = None, of: Mapping[str, Any] | None = None) -> int:
+    def part(self, config: Record) -> "Checkpoint":
+        """Return the same with a part of its configuration for all of it."""
+        return replace(self, config=config)
+
+    def size(self, *names: str, default: int | None = None) -> int:
         """Return the first of some whole numbers above 0 in the configuration.
 
         Raises:
             ModelError: there is none, or it is something else.
         """
-        config = self.config if of is None else of
-        value = next((config[name] for name in names if config.get(name) is not None), default)
+        value = next((self.config[name] for name in names if self.config.get(name) is not None), default)
         if type(value) is not int or value < 1:
             raise self.refuse(f"its {names[0]} is {value!r:.40}, not a whole number above 0")
         return value
@@ -112,7 +115,7 @@ def assign(checkpoint: Checkpoint, network: nn.Module, weights: Mapping[str, Ten
     """Give a network on the meta device its weights, all of them and no others.
 
     Raises:
-        ModelError: lists what is missing, unknown or of another shape.
+        ModelError: lists the weights that are missing, unknown or of another shape.
     """
     wanted = network.state_dict()
     missing, unknown = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
@@ -162,7 +165,7 @@ def hub_config(name: str) -> Path:
 
     Raises:
         ModelError: the hub cannot be reached.
-        OSError, ValueError: it has no such repository or file.
+        OSError, ValueError: it does not have the repository or the file.
     """
     found = try_to_load_from_cache(name, "config.json")
     if isinstance(found, str):
@@ -183,10 +186,12 @@ def _fetched(name: str) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=["*.json", *WEIGHTS]))
     except (OSError, ValueError) as error:
-        raise ModelError(f"cannot find the draft {name}: no such folder; the hub says: {one_line(error)}") from error
+        raise ModelError(
+            f"cannot find the draft {name}: there is no folder of this name; the hub says: {one_line(error)}"
+        ) from error
 
 
-def _unpickled(file: Path) -> object:
+def _unpickled(file: Path) -> dict[str, Tensor]:
     try:
         return torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:  # torch's message advises to run what is in it

@@ -48,7 +48,7 @@ class Convention:
 
 @dataclass(frozen=True)
 class WrittenText:
-    """What a target wrote, with the states that chose every token but the first."""
+    """A target's text, with the states that chose every token but the first."""
 
     ids: list[list[int]]  # per row
     states: list[Tensor]  # per row (n - 1, K, H)

@@ -10,7 +10,6 @@ names the hidden states themselves.
 
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
@@ -37,8 +36,6 @@ SIZES = (
 OLDER = ("rope_theta", "rope_scaling", "use_sliding_window", "max_window_layers")  # of configurations before 5.0
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
-Options = Mapping[str, Any]
-
 
 def recognises(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint is a block head."""
@@ -46,28 +43,27 @@ def recognises(checkpoint: Checkpoint) -> bool:
 
 
 def load(checkpoint: Checkpoint) -> tuple[DFlashNetwork, OpenSession]:
-    """Load a block head: its network, and what opens a session.
+    """Load a block head: its network, and the function that opens a session.
 
     Raises:
         ModelError: something is missing, unknown, damaged, or cannot be honoured.
     """
     kind = next((kind for kind in KINDS if kind in _labels(checkpoint)), "dflash")
     options = _options(checkpoint)
-    fields = _fields(checkpoint, options, kind)
-    if kind in SPECIAL:
-        fields |= SPECIAL[kind](checkpoint, options)
-    if kind == "dspark" and not fields["markov_rank"] and not fields["enable_confidence_head"]:
+    fields = _fields(_layers(checkpoint), options, kind)
+    config = block_config(**fields, **(SPECIAL[kind](options) if kind in SPECIAL else {}))
+    if kind == "dspark" and not config.markov_rank and not config.enable_confidence_head:
         kind = "dflash"
     weights = renamed(checkpoint.weights(), _current_name)
-    ids = vocabulary(checkpoint, weights, fields["vocab_size"])
+    ids = vocabulary(checkpoint, weights, config.vocab_size)
     if kind == "dflash2" and ids is not None:
         raise checkpoint.refuse("it has d2t, and a DFlash 2 head's selector knows the whole vocabulary only")
     network_type, session = NETWORKS[kind]
-    if fields.get("markov_head_type") == "rnn" and fields["markov_rank"]:
+    if getattr(config, "markov_head_type", "") == "rnn" and config.markov_rank:
         session = RecurrentSession
     has = {what: f"{name}.weight" in weights for what, name in (("embeds", "embed_tokens"), ("outputs", "lm_head"))}
     with torch.device("meta"):
-        network = network_type(block_config(**fields), ids, **has)
+        network = network_type(config, ids, **has)
     assign(checkpoint, network, weights if ids is None else {**weights, "token_ids": ids})
     return network, session
 
@@ -80,44 +76,43 @@ def _labels(checkpoint: Checkpoint) -> str:
     return f"{config.get('architectures')} {config.get('speculators_model_type')} {named}".lower()
 
 
-def _options(checkpoint: Checkpoint) -> Options:
-    """Return the configuration, what ``dflash_config`` says first."""
+def _options(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with one configuration, where ``dflash_config`` comes first."""
     special = checkpoint.config.get("dflash_config", {})
     if not isinstance(special, dict):
         raise checkpoint.refuse("its dflash_config is not a JSON object")
-    return {**checkpoint.config, **{name: value for name, value in special.items() if value is not None}}
+    return checkpoint.part({**checkpoint.config, **{name: v for name, v in special.items() if v is not None}})
 
 
-def _fields(checkpoint: Checkpoint, options: Options, kind: str) -> dict[str, Any]:
-    """Return what `block_config` needs of any head."""
-    fields = _layers(checkpoint)
-    by_state = "aux_hidden_state_layer_ids" in options
-    mask, size = options.get("mask_token_id"), checkpoint.size("block_size", of=options)
-    if type(mask) is not int or not 0 <= mask < fields["vocab_size"]:
-        raise checkpoint.refuse(f"its mask_token_id is {mask!r:.40}, not a token below {fields['vocab_size']}")
-    anchored = options.get("sample_from_anchor", options.get("shift_label"))
-    by_default = kind == "dspark" and "dflash_config" not in checkpoint.config
-    fields |= {
+def _fields(layers: PreTrainedConfig, options: Checkpoint, kind: str) -> dict[str, object]:
+    """Return the fields of `block_config` that every head has."""
+    given, size = options.config, options.size("block_size")
+    mask = given.get("mask_token_id")
+    if type(mask) is not int or not 0 <= mask < layers.vocab_size:
+        raise options.refuse(f"its mask_token_id is {mask!r:.40}, not a token below {layers.vocab_size}")
+    anchored = given.get("sample_from_anchor", given.get("shift_label"))
+    by_default = kind == "dspark" and "dflash_config" not in given
+    causal_types = _causal_types(options)
+    if SLIDING in layers.layer_types and SLIDING not in causal_types and size > layers.sliding_window:
+        window = layers.sliding_window
+        raise options.refuse(f"its blocks of {size} slots are longer than its window of {window} tokens")
+    return {name: getattr(layers, name, None) for name in SIZES} | {
         "block_size": size,
         "mask_token_id": mask,
-        "target_layer_ids": _layer_ids(checkpoint, options, fields["num_hidden_layers"]),
-        "layer_offset": 0 if by_state else 1,
-        "target_size": checkpoint.size("target_hidden_size", default=fields["hidden_size"], of=options),
+        "target_layer_ids": _layer_ids(options, layers.num_hidden_layers),
+        "layer_offset": 0 if "aux_hidden_state_layer_ids" in given else 1,
+        "target_size": options.size("target_hidden_size", default=layers.hidden_size),
         "from_anchor": by_default if anchored is None else bool(anchored),
         "measured_anchor": anchored is None and kind != "domino",
-        "causal_types": _causal_types(options),
-        "input_scale": float(options.get("input_embedding_scale") or 1),
-        "output_scale": float(options.get("output_multiplier") or 1),
-        "softcap": options.get("final_logit_softcapping"),
+        "causal_types": causal_types,
+        "input_scale": float(given.get("input_embedding_scale") or 1),
+        "output_scale": float(given.get("output_multiplier") or 1),
+        "softcap": given.get("final_logit_softcapping"),
     }
-    window = fields["sliding_window"]
-    if SLIDING in fields["layer_types"] and SLIDING not in fields["causal_types"] and size > window:
-        raise checkpoint.refuse(f"its blocks of {size} slots are longer than its window of {window} tokens")
-    return fields
 
 
-def _layers(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return sizes and types of layers, what is not said as transformers assumes it."""
+def _layers(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """Return sizes and types of layers, with transformers' defaults where the checkpoint names none."""
     source = checkpoint.config.get("transformer_layer_config", checkpoint.config)
     if not isinstance(source, dict):
         source = dict(source) if isinstance(source, Mapping) else {}
@@ -129,66 +124,66 @@ def _layers(checkpoint: Checkpoint) -> dict[str, Any]:
         raise checkpoint.refuse("it is quantised: take it in 16 bits")
     try:
         given = TYPES[model_type](**{name: source[name] for name in (*SIZES, *OLDER) if name in source})
-        fields = {name: getattr(given, name, None) for name in SIZES}
-        types = fields["layer_types"] = list(fields["layer_types"] or [FULL] * given.num_hidden_layers)
-        rope = (fields["rope_parameters"] or {}).get("rope_type", "default")
+        given.layer_types = list(getattr(given, "layer_types", None) or [FULL] * given.num_hidden_layers)
+        rope = (given.rope_parameters or {}).get("rope_type", "default")
     except Exception as error:  # of any kind: transformers checks little
         raise checkpoint.refuse(f"its configuration is damaged: {one_line(error)}") from error
-    if unknown := set(types) - {FULL, SLIDING}:
+    if unknown := set(given.layer_types) - {FULL, SLIDING}:
         raise checkpoint.refuse(f"it has layers of type {min(unknown)!r:.40}, which are not known")
-    if SLIDING in types and not fields["sliding_window"]:
+    if SLIDING in given.layer_types and not getattr(given, "sliding_window", None):
         raise checkpoint.refuse("its layers have sliding windows, and it does not say how long they are")
     if rope in ("dynamic", "longrope"):
         raise checkpoint.refuse(f"its positions are of type {rope!r}, which change with the length of the text")
-    return fields
+    return given
 
 
-def _layer_ids(checkpoint: Checkpoint, options: Options, layers: int) -> list[int]:
+def _layer_ids(options: Checkpoint, layers: int) -> list[int]:
     """Return the ids of the target's layers that the head reads; -1 is the embedding."""
-    ids = options.get("aux_hidden_state_layer_ids", options.get("target_layer_ids"))
+    ids = options.config.get("aux_hidden_state_layer_ids", options.config.get("target_layer_ids"))
     if ids is None:
-        last = checkpoint.size("num_target_layers", of=options) - 4
+        last = options.size("num_target_layers") - 4
         return [(last + 4) // 2] if layers == 1 else [round(1 + i * last / (layers - 1)) for i in range(layers)]
     if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= -1 for i in ids):
-        raise checkpoint.refuse(f"the target's layers that it reads are {ids!r:.40}, not a list of numbers")
+        raise options.refuse(f"the target's layers that it reads are {ids!r:.40}, not a list of numbers")
     return ids
 
 
-def _causal_types(options: Options) -> list[str]:
+def _causal_types(options: Checkpoint) -> list[str]:
     """Return the types of layers whose slots see no later ones: sliding ones, unless the configuration says otherwise.
 
     ``is_causal`` and sliding layers are z-lab's and SpecForge's, ``sliding_window_non_causal`` is speculators'.
     """
-    said = [options[name] for name in ("is_causal", "causal", "causal_head") if options.get(name) is not None]
+    given = options.config
+    said = [given[name] for name in ("is_causal", "causal", "causal_head") if given.get(name) is not None]
     if said:
         return [FULL, SLIDING] if any(said) else []
-    return [] if options.get("sliding_window_non_causal") else [SLIDING]
+    return [] if given.get("sliding_window_non_causal") else [SLIDING]
 
 
-def _dflash2_fields(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
+def _dflash2_fields(options: Checkpoint) -> Mapping[str, object]:
     names = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-    fields = {name: checkpoint.size(name, of=options) for name in names}
-    if options["hidden_size"] % fields["conv_group_size"]:
-        raise checkpoint.refuse(f"its conv_group_size {fields['conv_group_size']} does not divide its hidden_size")
+    fields = {name: options.size(name) for name in names}
+    if options.config["hidden_size"] % fields["conv_group_size"]:
+        raise options.refuse(f"its conv_group_size {fields['conv_group_size']} does not divide its hidden_size")
     return fields
 
 
-def _domino_fields(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
-    fields = {name: checkpoint.size(name, of=options) for name in ("emb_dim", "gru_hidden_dim")}
-    return {**fields, "pure_draft_prefix_len": int(options.get("pure_draft_prefix_len") or 0)}
+def _domino_fields(options: Checkpoint) -> Mapping[str, object]:
+    fields = {name: options.size(name) for name in ("emb_dim", "gru_hidden_dim")}
+    return {**fields, "pure_draft_prefix_len": int(options.config.get("pure_draft_prefix_len") or 0)}
 
 
-def _dspark_fields(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
-    """Return what is said of the Markov and confidence heads; speculators leaves out what is usual."""
-    usual = "speculators_model_type" in checkpoint.config
-    rank = options.get("markov_rank", 256 if usual else 0)
-    kind = str(options.get("markov_head_type", "vanilla")).lower()
+def _dspark_fields(options: Checkpoint) -> Mapping[str, object]:
+    """Return the sizes of the Markov and confidence heads; speculators leaves out what is usual."""
+    given, usual = options.config, "speculators_model_type" in options.config
+    rank = given.get("markov_rank", 256 if usual else 0)
+    kind = str(given.get("markov_head_type", "vanilla")).lower()
     if type(rank) is not int or rank < 0 or kind not in MARKOV_HEADS:
-        raise checkpoint.refuse(f"its Markov head is {kind!r:.40} of rank {rank!r:.40}, which is not known")
-    confident = options.get("enable_confidence_head", usual or bool(options.get("confidence_head_alpha")))
-    reads_parents = bool(confident and options.get("confidence_head_with_markov", usual))
+        raise options.refuse(f"its Markov head is {kind!r:.40} of rank {rank!r:.40}, which is not known")
+    confident = given.get("enable_confidence_head", usual or bool(given.get("confidence_head_alpha")))
+    reads_parents = bool(confident and given.get("confidence_head_with_markov", usual))
     if reads_parents and not rank:
-        raise checkpoint.refuse("its confidence head reads a Markov head, and there is none")
+        raise options.refuse("its confidence head reads a Markov head, and there is none")
     return {
         "markov_rank": rank,
         "markov_head_type": kind,
@@ -198,12 +193,12 @@ def _dspark_fields(checkpoint: Checkpoint, options: Options) -> dict[str, Any]:
 
 
 def _current_name(name: str) -> str:
-    """Return what a weight is called today; some trainers put a module around the heads, or wrap the codebooks."""
+    """Return a weight's current name; some trainers put a module around the heads, or wrap the codebooks."""
     name = name.removeprefix("model.").removeprefix("logit_head.")
     return re.sub(r"^(candidate_selector\.\w+_codebook)\.weight$", r"\1", name)
 
 
-SPECIAL: dict[str, Callable[[Checkpoint, Options], dict[str, Any]]] = {
+SPECIAL: dict[str, Callable[[Checkpoint], Mapping[str, object]]] = {
     "dflash2": _dflash2_fields,
     "domino": _domino_fields,
     "dspark": _dspark_fields,

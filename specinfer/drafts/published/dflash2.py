@@ -33,7 +33,7 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(size, 2 * reach * size // self.group, bias=False)
 
     def forward(self, states: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what the sublayer makes of states (B, slots, H), convolved before and after."""
+        """Return the sublayer's output for states (B, slots, H), convolved before and after."""
         added = self.kernel_projection(states).unflatten(2, (*self.base_kernel.shape[:2], -1))
         kernels = (self.base_kernel + added.repeat_interleave(self.group, -1)).unbind(2)  # two of (B, slots, reach, H)
         return _convolved(sublayer(_convolved(states, kernels[0])), kernels[1])
@@ -115,6 +115,6 @@ class DFlash2Session(BlockSession):
         self.width = self.network.config.selector_top_k
 
     def pairs(self, parents: Tensor, children: Tensor, depths: slice) -> Tensor:
-        """Return what the logits of children gain after each parent, (B, D, A, K)."""
+        """Return the gain of children's logits after each parent, (B, D, A, K)."""
         assert self.slot_states is not None
         return self.network.candidate_selector(parents, children, self.slot_states[:, depths])

@@ -22,7 +22,8 @@ from specinfer.drafts.published.network import DraftNetwork, Mask
 from specinfer.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers, as transformers names them
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, object] = {
+    "layer_types": None,  # None: all attend to all tokens
     "target_size": None,  # of the states that it reads; None = hidden_size
     "layer_offset": 1,  # id i is the target's hidden_states[i + 1], the output of layer i
     "from_anchor": False,
@@ -37,15 +38,15 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def block_config(**fields: Any) -> LlamaConfig:
+def block_config(**fields: object) -> LlamaConfig:
     """Return a block head's configuration.
 
     Args:
         **fields: sizes as transformers names them (``hidden_size``, ``head_dim``, ``layer_types``, ...); and
             ``target_layer_ids``, ``block_size``, ``mask_token_id``; and those of `DEFAULTS` that differ.
     """
-    types = fields.get("layer_types") or [FULL] * fields["num_hidden_layers"]
-    config = LlamaConfig(**{**DEFAULTS, **fields, "layer_types": types, "attn_implementation": "sdpa"})
+    config = LlamaConfig.from_dict({**DEFAULTS, **fields}, attn_implementation="sdpa")
+    config.layer_types = config.layer_types or [FULL] * config.num_hidden_layers
     config.target_size = config.target_size or config.hidden_size
     return config
 
@@ -54,7 +55,7 @@ class DFlashNetwork(DraftNetwork):
     """The network of a DFlash or JetSpec head.
 
     Attributes:
-        from_anchor: whether slot i predicts the token after its position, so that the root's slot predicts, too;
+        from_anchor: whether slot i predicts the token after its position, so that the root's slot also predicts;
             else slot i predicts the token at its position.
         draft_layers: hidden states that its session needs: 0, the last, for heads that read the slots' states.
 
@@ -86,7 +87,7 @@ class DFlashNetwork(DraftNetwork):
         return self.config.block_size - (not self.from_anchor)
 
     def conventions(self, layers: int) -> Sequence[Convention]:
-        """Return what the checkpoint may mean for a target of so many layers, what its format says first."""
+        """Return the readings that a target of this depth allows, first the one that the format prescribes."""
         first = self.config.layer_offset
         found = [tuple(i + offset for i in self.config.target_layer_ids) for offset in (first, 1 - first)]
         possible = [states for states in found if all(0 <= i <= layers for i in states)] or found[:1]
@@ -117,7 +118,7 @@ class DFlashNetwork(DraftNetwork):
             position_ids: (B, T).
             past_key_values: a cache of keys and values of earlier context.
             target_states: (B, T, K, Ht) the target's states at the new tokens of the context, without slots; or else
-            block_states: (B, T, K, Ht) the same behind a block; what stands at its slots is not read.
+            block_states: (B, T, K, Ht) the same behind a block; the states at its slots are not read.
             logits_to_keep: slots whose logits are wanted; 0 = all.
         """
         given = target_states if block_states is None else block_states
@@ -192,5 +193,5 @@ class BlockLayer(nn.Module):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
     def attend(self, normed: Tensor, context: Tensor, reading: Reading) -> Tensor:
-        """Return what slots read of the context and of each other."""
+        """Return the attention of slots to the context and to each other."""
         return self.self_attn(normed, torch.cat((normed, context), 1), reading)

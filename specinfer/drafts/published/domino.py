@@ -52,7 +52,7 @@ class DominoNetwork(DFlashNetwork):
         )
 
     def follow(self, state: Tensor, tokens: Tensor, slots: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the state after tokens (B, W) at a depth, and what the logits of their children gain, (B, W, V')."""
+        """Return the state after tokens (B, W) at a depth, and the gain of their children's logits, (B, W, V')."""
         inputs = self.embed(tokens)
         state = self.prefix_gru(inputs.flatten(0, 1), state.flatten(0, 1)).view(*tokens.shape, -1)
         if depth < self.config.pure_draft_prefix_len:

@@ -24,7 +24,7 @@ WIDTH = 16  # candidates of a depth whose pairs are scored
 
 
 class MarkovHead(nn.Module):
-    """What a token's logit gains after its parent, by a product of two small vectors.
+    """The gain of a token's logit after its parent, by a product of two small vectors.
 
     Args:
         config: with ``markov_rank``, ``markov_head_type`` ("vanilla", "gated" or "rnn") and ``vocab_size``, the
@@ -49,7 +49,7 @@ class MarkovHead(nn.Module):
         return vectors * self.gate_proj(torch.cat((slots, vectors), -1)).sigmoid()
 
     def step(self, state: Tensor, parents: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the recurrent state (..., r) after parents (...), and what all logits gain, (..., V')."""
+        """Return the recurrent state (..., r) after parents (...), and the gain of all logits, (..., V')."""
         assert self.joint_proj is not None
         joint = self.joint_proj(torch.cat((state, self.markov_w1(parents), slots), -1))
         gate, candidate, output = joint.chunk(3, -1)
@@ -76,7 +76,7 @@ class DSparkNetwork(DFlashNetwork):
         use_confidence: whether a path's probability is multiplied by the confidence in its tokens.
 
     Args:
-        config: of `block_config`, with ``markov_rank`` (0: no such head), ``markov_head_type``,
+        config: of `block_config`, with ``markov_rank`` (0: no Markov head), ``markov_head_type``,
             ``enable_confidence_head`` and ``confidence_head_with_markov``.
         token_ids, embeds, outputs: as in `DraftNetwork`.
     """
@@ -95,7 +95,7 @@ class DSparkNetwork(DFlashNetwork):
             self.draft_layers = (0,)
 
     def follow(self, state: Tensor, tokens: Tensor, slots: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """Return the state after tokens (B, W) at a depth, and what the logits of their children gain, (B, W, V')."""
+        """Return the state after tokens (B, W) at a depth, and the gain of their children's logits, (B, W, V')."""
         assert self.markov_head is not None
         return self.markov_head.step(state, tokens, slots)
 
@@ -116,7 +116,7 @@ class DSparkSession(BlockSession):
         self.width = WIDTH if self.network.markov_head else None
 
     def pairs(self, parents: Tensor, children: Tensor, depths: slice) -> Tensor:
-        """Return what the logits of children gain after each parent, (B, D, A, K)."""
+        """Return the gain of children's logits after each parent, (B, D, A, K)."""
         head = self.network.markov_head
         slots = self._slots(depths, parents.shape[2])
         return head.gated(parents, slots) @ head.markov_w2.weight[children].mT

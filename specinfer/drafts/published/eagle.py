@@ -17,13 +17,13 @@ from transformers import Cache, LlamaConfig
 from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.eagle3 import eagle3_config, layer_config, layer_fields, read_weights
+from specinfer.drafts.published.eagle3 import eagle3_config, layer_fields, layers_of, read_weights
 from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, OpenSession
 
 
 class EagleLayer(nn.Module):
-    """A Llama's decoder layer; the first one does not norm what it reads."""
+    """A Llama's decoder layer; the first one does not norm its input."""
 
     def __init__(self, config: LlamaConfig, index: int) -> None:
         super().__init__()
@@ -80,13 +80,13 @@ def recognises(checkpoint: Checkpoint) -> bool:
 
 
 def load(checkpoint: Checkpoint) -> tuple[EagleNetwork, OpenSession]:
-    """Return a checkpoint's network and what opens its session.
+    """Return a checkpoint's network and the function that opens its session.
 
     Raises:
         ModelError: something is missing, unknown or contradictory.
     """
     weights = read_weights(checkpoint)
-    fields = layer_fields(checkpoint, layer_config(checkpoint), weights)
+    fields = layer_fields(layers_of(checkpoint), weights)
     config = eagle3_config(**fields, fc_bias=checkpoint.config.get("bias") is not False)  # absent, it is true
     with torch.device("meta"):
         network = EagleNetwork(config, None, "embed_tokens.weight" in weights, "lm_head.weight" in weights)

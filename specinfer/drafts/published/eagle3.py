@@ -10,7 +10,7 @@ one by one, and hands on its last state after the norm.
 
 from collections.abc import Mapping
 from itertools import product
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,14 @@ from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, OpenSession
 from specinfer.errors import ModelError, one_line
 
-SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")  # what every configuration says
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")  # in every configuration
 FIELDS = ("rms_norm_eps", "hidden_act", "mlp_bias", "rope_theta", "rope_scaling", "rope_parameters")  # may say
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "llama3"}  # whose tables do not change with the length of a text
+ATTENTION = "layers.0.self_attn."  # of a head's first layer: where its weights are
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+Network = TypeVar("Network", bound="Eagle3Network")
 # attributes of `eagle3_config` beside a Llama's
-DEFAULTS: dict[str, Any] = {
+DEFAULTS: dict[str, object] = {
     "qkv_bias": False,  # with `attention_bias`: the attention's output has none
     "qk_norm": False,  # queries and keys are normed, as Qwen3's
     "target_hidden_size": None,  # None: `hidden_size`
@@ -44,12 +46,12 @@ DEFAULTS: dict[str, Any] = {
 }
 
 
-def eagle3_config(**fields: Any) -> LlamaConfig:
+def eagle3_config(**fields: object) -> LlamaConfig:
     """Return a head's configuration: a Llama's of the head's sizes, with the attributes in `DEFAULTS`.
 
     ``vocab_size`` is the target's.
     """
-    config = LlamaConfig(**{**DEFAULTS, **fields, "attn_implementation": "sdpa"})
+    config = LlamaConfig.from_dict({**DEFAULTS, **fields}, attn_implementation="sdpa")
     config.target_hidden_size = config.target_hidden_size or config.hidden_size
     return config
 
@@ -107,7 +109,7 @@ class Eagle3Network(AutoregressiveNetwork):
         self.norm = norm(config)
 
     def conventions(self, layers: int) -> list[Convention]:
-        """Return what the checkpoint may mean for a target of so many layers, what its format says first.
+        """Return the readings that a target of this depth allows, first the one that the format prescribes.
 
         Raises:
             ModelError: it reads the last layer before the final norm, which transformers does not hand out.
@@ -121,7 +123,7 @@ class Eagle3Network(AutoregressiveNetwork):
         if not readings:
             raise ModelError(
                 f"this draft reads the states of layers {', '.join(map(str, ids))} of a target with {layers}, the last "
-                "before the final norm or beyond, and no such state is handed out: choose another head"
+                "before the final norm or beyond, and no state from there is handed out: choose another head"
             )
         options = []
         for name in ("norm_before_residual", "norm_output"):
@@ -162,7 +164,7 @@ def recognises(checkpoint: Checkpoint) -> bool:
 
 
 def load(checkpoint: Checkpoint) -> tuple[Eagle3Network, OpenSession]:
-    """Return a checkpoint's network and what opens its session.
+    """Return a checkpoint's network and the function that opens its session.
 
     Raises:
         ModelError: something is missing, unknown or contradictory.
@@ -175,10 +177,9 @@ def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return {_plain_name(name): weight for name, weight in checkpoint.weights().items()}
 
 
-def load_network(checkpoint: Checkpoint, weights: dict[str, Tensor], kind: type[Eagle3Network]) -> Any:
+def load_network(checkpoint: Checkpoint, weights: dict[str, Tensor], kind: type[Network]) -> Network:
     """Return the network that a checkpoint holds; its optional parts are those that the weights have."""
-    given = layer_config(checkpoint)
-    config = read_config(checkpoint, given, weights)
+    config = read_config(checkpoint, weights)
     token_ids = vocabulary(checkpoint, weights, config.vocab_size)
     found = config.vocab_size if token_ids is None else len(token_ids)
     if (words := checkpoint.size("draft_vocab_size", default=found)) != found:
@@ -194,76 +195,66 @@ def load_network(checkpoint: Checkpoint, weights: dict[str, Tensor], kind: type[
     return network
 
 
-def read_config(checkpoint: Checkpoint, given: Mapping[str, Any], weights: Mapping[str, Tensor]) -> LlamaConfig:
-    """Return the configuration of a checkpoint's network.
-
-    Args:
-        checkpoint: whose.
-        given: its part about the layers.
-        weights: under the network's names.
-    """
-    top = checkpoint.config
+def read_config(checkpoint: Checkpoint, weights: Mapping[str, Tensor]) -> LlamaConfig:
+    """Return the configuration of a checkpoint's network, given its weights under the network's names."""
+    top, layers = checkpoint.config, layers_of(checkpoint)
     ids, shift = _layer_ids(checkpoint)
     fused = (top.get("eagle_config") or {}).get("use_aux_hidden_state") is not False  # else the last state alone
-    fields = layer_fields(checkpoint, given, weights) | {
-        "target_hidden_size": checkpoint.size("target_hidden_size", default=checkpoint.size("hidden_size", of=given)),
+    normed = bool(top.get("fc_norm")) or "fc_norm.0.weight" in weights
+    handed_on = _flag(checkpoint, "norm_output")
+    fields = {
+        "target_hidden_size": checkpoint.size("target_hidden_size", default=layers.size("hidden_size")),
         "num_aux_layers": (len(ids) if ids else 3) if fused else 1,
         "fc": fused or "fc.weight" in weights,
         "fc_bias": "fc.bias" in weights,
-        "fc_norm": bool(top.get("fc_norm")) or "fc_norm.0.weight" in weights,
+        "fc_norm": normed,
         "norm_before_fc": bool(top.get("norm_before_fc")) or "input_norm.weight" in weights,
         "norm_before_residual": _flag(checkpoint, "norm_before_residual"),
+        # without that norm, true says elsewhere that there is one before the output matrix
+        "norm_output": handed_on if normed or not handed_on else None,
         "layer_ids": ids if fused else None,
         "layer_shift": shift,
     }
-    handed_on = _flag(checkpoint, "norm_output")
-    if not fields["fc_norm"] and handed_on:  # elsewhere it says that there is a norm before the output matrix
-        handed_on = None
-    return eagle3_config(**fields, norm_output=handed_on)
+    return eagle3_config(**layer_fields(layers, weights), **fields)
 
 
-def layer_fields(
-    checkpoint: Checkpoint, given: Mapping[str, Any], weights: Mapping[str, Tensor], layer: str = "layers.0."
-) -> dict[str, Any]:
-    """Return what a configuration says of its layers, and what their weights show.
+def layer_fields(layers: Checkpoint, weights: Mapping[str, Tensor]) -> dict[str, object]:
+    """Return the fields of layers that their configuration (`layers_of`) and their weights tell.
 
     Raises:
         ModelError: a size is missing, or the layers are of a kind that is not known.
     """
-    fields = {name: checkpoint.size(name, of=given) for name in (*SIZES, "vocab_size")}
-    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
-    for name, default in (
-        ("num_key_value_heads", heads),
-        ("head_dim", hidden // heads or 1),
-        ("num_hidden_layers", 1),
-        ("max_position_embeddings", 2048),
-    ):
-        fields[name] = checkpoint.size(name, default=default, of=given)
-    fields |= {name: given[name] for name in FIELDS if given.get(name) is not None}
+    given, sizes = layers.config, {name: layers.size(name) for name in (*SIZES, "vocab_size")}
+    hidden, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_TYPES:
-        raise checkpoint.refuse(f"its rotary embeddings are of type {kind!r:.40}, not {', '.join(sorted(ROPE_TYPES))}")
+        raise layers.refuse(f"its rotary embeddings are of type {kind!r:.40}, not {', '.join(sorted(ROPE_TYPES))}")
     if set(given.get("layer_types") or ()) - {"full_attention"}:
-        raise checkpoint.refuse("some of its layers do not attend to all tokens")
-    attention = f"{layer}self_attn."
-    return fields | {
-        "attention_bias": f"{attention}q_proj.bias" in weights or given.get("qkv_bias") is True,
-        "qkv_bias": f"{attention}o_proj.bias" not in weights,
-        "qk_norm": f"{attention}q_norm.weight" in weights,
+        raise layers.refuse("some of its layers do not attend to all tokens")
+    return {
+        **sizes,
+        "num_key_value_heads": layers.size("num_key_value_heads", default=heads),
+        "head_dim": layers.size("head_dim", default=hidden // heads or 1),
+        "num_hidden_layers": layers.size("num_hidden_layers", default=1),
+        "max_position_embeddings": layers.size("max_position_embeddings", default=2048),
+        **{name: given[name] for name in FIELDS if given.get(name) is not None},
+        "attention_bias": f"{ATTENTION}q_proj.bias" in weights or given.get("qkv_bias") is True,
+        "qkv_bias": f"{ATTENTION}o_proj.bias" not in weights,
+        "qk_norm": f"{ATTENTION}q_norm.weight" in weights,
     }
 
 
-def layer_config(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """Return the configuration of the layers; a nested one leaves out what is its kind's default."""
+def layers_of(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the part whose configuration is the layers'; a nested one leaves out what is its kind's default."""
     nested = checkpoint.config.get("transformer_layer_config")
     if nested is None:
-        return checkpoint.config
+        return checkpoint
     kinds = {"llama": LlamaConfig, "qwen3": Qwen3Config}
     if not isinstance(nested, dict) or nested.get("model_type", "llama") not in kinds:
         raise checkpoint.refuse(f"its layers are not those of {' or '.join(kinds)}")
     try:
-        return kinds[nested.get("model_type", "llama")](**nested).to_dict()
+        return checkpoint.part(kinds[nested.get("model_type", "llama")](**nested).to_dict())
     except Exception as error:  # a value of a wrong type may raise anything
         raise checkpoint.refuse(f"its transformer_layer_config is damaged ({one_line(error, 100)})") from error
 
@@ -284,7 +275,7 @@ def _layer_ids(checkpoint: Checkpoint) -> tuple[list[int] | None, int]:
 
 
 def _flag(checkpoint: Checkpoint, name: str) -> bool | None:
-    """Return what a configuration says of a convention; None: nothing."""
+    """Return a configuration's value of a convention; None if it has none."""
     value = checkpoint.config.get(name)
     if value is not None and not isinstance(value, bool):
         raise checkpoint.refuse(f"its {name} is {value!r:.40}, not true or false")
@@ -292,7 +283,7 @@ def _flag(checkpoint: Checkpoint, name: str) -> bool | None:
 
 
 def _plain_name(name: str) -> str:
-    """Return a weight's name without what some writers put before it, the first layer's as that of the others."""
+    """Return a weight's name without the prefixes of some writers, the first layer's as that of the others."""
     name = name.removeprefix("model.")
     if name.startswith("midlayer."):
         return f"layers.0.{name.removeprefix('midlayer.')}"

@@ -8,18 +8,19 @@ A head is measured when it is first used with a target (`conventions`); what was
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, running
 from specinfer.common.files import cache_folder, parse_json, read_json, weights_digest, write_json
+from specinfer.common.records import Record
 from specinfer.drafts.head import target_fingerprint
 from specinfer.drafts.published.checkpoint import Checkpoint, hub_config
 from specinfer.drafts.published.conventions import LEAST, Convention, agreement, choose, write_text
@@ -34,7 +35,7 @@ FAMILIES = (
     "dflash",
     "medusa",
 )  # modules here; the first that recognises a checkpoint loads it
-# what only a head's configuration holds; a plain one of a single layer may be an EAGLE head's
+# fields of a head's configuration alone; a plain one of a single layer may be an EAGLE head's
 MARKS = {
     "speculators_model_type",
     "draft_vocab_size",
@@ -47,13 +48,13 @@ WORDS = ("eagle", "dflash", "jetspec", "dspark", "domino", "medusa", "speculator
 
 
 class Network(Protocol):
-    """What a published head's network offers beside its passes (`network.DraftNetwork`)."""
+    """The interface of a published head's network beside its passes (`network.DraftNetwork`)."""
 
     target_size: int  # hidden size of the targets that it reads
     vocab_size: int  # of these targets
 
     def conventions(self, layers: int) -> Sequence[Convention]:
-        """Return what the checkpoint may mean for a target of so many layers, what its format says first."""
+        """Return the readings that a target of this depth allows, first the one that the format prescribes."""
 
     def bound(self, target: PreTrainedModel) -> nn.Module:
         """Return a copy that is bound to a target."""
@@ -70,7 +71,7 @@ class PublishedDraft(Draft):
         network: of the head.
         session: opens a session: of (model, aux_layers, context), where the model is a `TreeModel` of the network, or
             the network itself if it is no `DraftNetwork`: then it runs behind no mask.
-        digest: of its weights, for what is kept of measurements; "" keeps nothing.
+        digest: of its weights, for the file of measurements; "" keeps none.
         convention: how it is read; None measures that when it is attached.
     """
 
@@ -79,13 +80,13 @@ class PublishedDraft(Draft):
     ) -> None:
         self.name, self.network, self.session, self.digest = name, network, session, digest
         self.convention, self.least = convention, LEAST
-        self.model: Any = None  # the bound network: a `TreeModel`, or itself if it runs behind no mask
+        self.model: object = None  # the bound network: a `TreeModel`, or itself if it runs behind no mask
         self.aux_layers: tuple[int, ...] = ()
         self.agreements: list[tuple[str, list[float]]] = []  # conventions, the one in use first, by agreement
         self.notes: tuple[str, ...] = ()
 
     def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None = None) -> "PublishedDraft":
-        """Return this draft with what it borrows from a target, under the convention that fits it.
+        """Return this draft with the matrices that it borrows from a target, under the convention that fits it.
 
         Raises:
             ModelError: the sizes are another target's, or it fits under no convention.
@@ -160,8 +161,8 @@ class PublishedDraft(Draft):
         return cache_folder() / "drafts" / f"{self.name}-{name}.json"
 
 
-def draft_config(name: str) -> Mapping[str, Any]:
-    """Return what ``config.json`` of a folder or of a repository of the hub says; {} if it cannot be read."""
+def draft_config(name: str) -> Record:
+    """Return the ``config.json`` of a folder or of a repository of the hub; {} if it cannot be read."""
     folder = Path(os.path.expanduser(name))
     with suppress(OSError, ValueError, ModelError):  # then it is tried as a language model, which says more
         path = folder if folder.is_dir() else hub_config(name)
@@ -170,7 +171,7 @@ def draft_config(name: str) -> Mapping[str, Any]:
     return {}
 
 
-def may_be_head(config: Mapping[str, Any]) -> bool:
+def may_be_head(config: Record) -> bool:
     """Return whether a configuration may be a head's, and not a language model's."""
     architectures = " ".join(map(str, config.get("architectures") or ())).lower()
     return bool(

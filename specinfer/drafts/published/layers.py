@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rot
 
 
 class Reading(NamedTuple):
-    """What tokens attend to, and where they stand."""
+    """The mask and the positions of tokens."""
 
     mask: Tensor | None  # (B, 1, S, L) additive
     rotary: tuple[Tensor, Tensor]  # cosines and sines, (B, T, D)
@@ -44,7 +44,7 @@ class Attention(nn.Module):
         self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if norms else None
 
     def forward(self, asking: Tensor, known: Tensor, reading: Reading) -> Tensor:
-        """Return what each asking token reads, (B, S, H).
+        """Return the states that each asking token reads, (B, S, H).
 
         Args:
             asking: (B, S, width) states that queries come from, of the first S tokens.

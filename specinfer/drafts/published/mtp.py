@@ -45,12 +45,12 @@ class MtpNetwork(AutoregressiveNetwork):
         """The floating type of the layer."""
         return self.model.layers[0].eh_proj.weight.dtype
 
-    def get_input_embeddings(self) -> Any:
+    def get_input_embeddings(self) -> object:
         """Return the target's embedding."""
         return self.model.embed_tokens
 
     def conventions(self, layers: int) -> list[Convention]:
-        """Return what state may be handed on: after the layer's last norm (transformers), or before it (vLLM)."""
+        """Return the states that may be handed on: after the layer's last norm (transformers), or before it (vLLM)."""
         choices = (True, False) if self.model.use_post_norm else (True,)
         return [Convention((layers,), (("chains_normed", choice),)) for choice in choices]
 
@@ -84,7 +84,7 @@ class MtpNetwork(AutoregressiveNetwork):
         """Return logits (..., V) of states that are handed on (..., H), as the target does, with its scaling."""
         return self.model._project_to_logits(states if self.chains_normed else self._normed(states))
 
-    def _rotary(self, embedded: Tensor, position_ids: Tensor) -> Any:
+    def _rotary(self, embedded: Tensor, position_ids: Tensor) -> object:
         """Return the target's cosines and sines at positions; None if it has none."""
         if self.model.rotary_emb is None:
             return None
@@ -93,7 +93,7 @@ class MtpNetwork(AutoregressiveNetwork):
         return self.model.rotary_emb(embedded, position_ids=position_ids, **kind)
 
     def _normed(self, hidden: Tensor) -> Tensor:
-        """Return what the output matrix reads."""
+        """Return the states that the output matrix reads."""
         if self.model.use_shared_post_norm:
             return self.model.shared_post_norm(hidden)
         return self.model.layers[0].post_norm(hidden) if self.model.use_post_norm else hidden
@@ -142,7 +142,7 @@ def load(target: PreTrainedModel) -> MtpNetwork:
         family = config.model_type
         raise ModelError(f"{name} has no multi-token prediction layer that transformers knows ({family}): {advice}")
     if getattr(config, "quantization_config", None):
-        raise ModelError(f"{name} is quantised, and transformers reads such layers only if they are not: {advice}")
+        raise ModelError(f"{name} is quantised, and transformers reads the layer only if the model is not: {advice}")
     try:
         from transformers.modeling_layers import MtpModel
 

@@ -1,4 +1,4 @@
-"""What the networks of drafts that read a target's hidden states have in common: what they borrow from the target.
+"""The common part of the networks of drafts that read a target's hidden states: the matrices that they borrow from it.
 
 Knows: embedding, output matrix, vocabulary, rotary tables.  Does not know: layers, drafting, files.
 
@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from types import SimpleNamespace
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -80,7 +80,7 @@ class DraftNetwork(nn.Module):
         return next(self.parameters()).device
 
     def bind(self, target: PreTrainedModel) -> Self:
-        """Borrow what is missing from a target; return self on the target's device.
+        """Borrow missing matrices from a target; return self on the target's device.
 
         Raises:
             ModelError: the target's matrix is packed (quantised), or of another size.
@@ -116,8 +116,8 @@ class DraftNetwork(nn.Module):
         """Return a copy in a target's dtype that is bound to it; weights that fit as they are, are shared."""
         return moved_copy(self, target).bind(target)
 
-    def get_input_embeddings(self) -> Any:
-        """Return what holds the embedding, as transformers' models do."""
+    def get_input_embeddings(self) -> object:
+        """Return a holder of the embedding, as transformers' models do."""
         return SimpleNamespace(weight=self.embedding)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def check_readable(name: str, target: TreeModel) -> None:
     """Raise `UnsupportedModel` unless a target hands out the hidden states that a draft reads."""
     if target.ranks.stages > 1:
         problem = f"draft {name} reads the target's hidden states, which no process has in pipeline stages"
-        raise UnsupportedModel(f"{problem}: use tensor parallelism, or drafts such as suffix or a smaller model")
+        raise UnsupportedModel(f"{problem}: use tensor parallelism, or other drafts: suffix, a smaller model")
 
 
 def moved_copy(network: Network, target: PreTrainedModel) -> Network:

@@ -18,7 +18,7 @@ from specinfer.attention import TreeModel
 from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.language_model import CATCH_UP, HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint
-from specinfer.drafts.published.eagle3 import Eagle3Network, layer_config, load_network, read_weights
+from specinfer.drafts.published.eagle3 import Eagle3Network, layers_of, load_network, read_weights
 from specinfer.drafts.published.network import OpenSession
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Clocked, Committed, DraftContext, Scored, States
@@ -87,13 +87,13 @@ class PEagleSession(Clocked, LatticeSession):
         super().commit(tokens, states, scored)
 
     def join(self, other: DraftRows) -> None:
-        """Take in the rows of another session, and what its head has read of them."""
+        """Take in the rows of another session, with its head's cache of them."""
         assert isinstance(other, PEagleSession)
         super().join(other)
         self.head.join(other.head)
 
     def read(self, row: int, ids: Sequence[int]) -> Cached | None:
-        """Return what the head has read of a row."""
+        """Return the head's cache of a row."""
         return self.head.read(row, ids)
 
     @property
@@ -117,14 +117,14 @@ def recognises(checkpoint: Checkpoint) -> bool:
 
 
 def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, OpenSession]:
-    """Return a checkpoint's network and what opens its session.
+    """Return a checkpoint's network and the function that opens its session.
 
     Raises:
         ModelError: something is missing, unknown or contradictory.
     """
     weights = read_weights(checkpoint)
     mask = weights.get("mask_hidden")
-    size = checkpoint.size("target_hidden_size", default=checkpoint.size("hidden_size", of=layer_config(checkpoint)))
+    size = checkpoint.size("target_hidden_size", default=layers_of(checkpoint).size("hidden_size"))
     if mask is not None and mask.numel() % size == 0:
         weights["mask_hidden"] = mask.reshape(-1, size)
     network = load_network(checkpoint, weights, PEagleNetwork)
@@ -144,4 +144,4 @@ def _mask_token_id(checkpoint: Checkpoint, vocab_size: int) -> int:
 def _depth(checkpoint: Checkpoint) -> int:
     """Return how many depths a checkpoint was made to predict."""
     methods = (checkpoint.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return checkpoint.size("speculative_tokens", default=DEPTH, of=methods[0])
+    return checkpoint.part(methods[0]).size("speculative_tokens", default=DEPTH)

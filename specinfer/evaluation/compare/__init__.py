@@ -77,7 +77,8 @@ def compare(
     Raises:
         InputError: a prompt file is unusable, no prompt can be used, no method can run, or the folder belongs to other
             settings or another run, or cannot be written.
-        ModelError: a model cannot be loaded; and what decoding raises.  The folder keeps what was finished.
+        ModelError: a model cannot be loaded.
+        SpecinferError: decoding failed; the folder keeps the finished prompts.
     """
     given = {name: plain(value) for name, value in locals().items() if name not in ("out", "progress")}
     checked_names("out", "" if out is None else out)
@@ -88,7 +89,7 @@ def compare(
 
 
 def _run(plan: Plan, folder: Path, progress: Progress) -> Comparison:
-    """Measure what the folder does not hold yet, and append each finished prompt to it."""
+    """Measure the prompts that the folder does not hold yet, and append each finished one to it."""
     jobs = plan.jobs()
     kept = records_of(folder)
     kept.begin(plan.settings(jobs))

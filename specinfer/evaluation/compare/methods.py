@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from time import perf_counter
-from typing import Any, TypeAlias
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 import torch
@@ -52,8 +52,16 @@ class OnePath(Chain):
         return Forest.of(fitted)
 
 
+class Decoding(TypedDict):
+    """Options of a decoder."""
+
+    tree: Policy | None
+    graphs: NotRequired[bool]
+    confidence_gate: NotRequired[float]
+
+
 # name -> (nodes, depth) -> options of a decoder with all drafts
-OURS: dict[str, Callable[[int, int], dict[str, Any]]] = {
+OURS: dict[str, Callable[[int, int], Decoding]] = {
     "autoregressive": lambda nodes, depth: {"tree": None},
     # of several drafts' chains, the most promising one
     "sequence": lambda nodes, depth: {"tree": OnePath(depth)},
@@ -67,13 +75,13 @@ OURS: dict[str, Callable[[int, int], dict[str, Any]]] = {
     # trees only after tokens that the target was sure of
     "gate": lambda nodes, depth: {"tree": BestFirst(nodes, depth), "confidence_gate": GATE},
 }
-# name -> options of transformers' generate; "assisted" has an assistant, too
-THEIRS: dict[str, dict[str, Any]] = {
+# name -> options of transformers' generate; "assisted" also has an assistant
+THEIRS: dict[str, dict[str, object]] = {
     "generate": {},
     "assisted": {},
     "prompt-lookup": {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
 }
-METHODS = OURS | THEIRS
+METHODS = (*OURS, *THEIRS)
 
 
 def build_methods(
@@ -87,7 +95,7 @@ def build_methods(
     """Return the named methods on the decoder's target and drafts, and for those that cannot run the reason.
 
     Args:
-        names: keys of `METHODS`.
+        names: of `METHODS`.
         decoder: holds target, tokenizer and drafts.
         nodes: drafted nodes at most, of every fixed tree.
         depth: levels at most, of every fixed tree and of the chain.
@@ -100,7 +108,7 @@ def build_methods(
             if name in THEIRS and max_rows > 1:
                 raise InputError("transformers' methods take one prompt at a time here, and ours took several")
             if name in OURS:
-                methods[name] = _timed(_ours(_decoder(name, decoder, **OURS[name](nodes, depth))))
+                methods[name] = _timed(_ours(_decoder(name, decoder, OURS[name](nodes, depth))))
             else:
                 extra = _assistant(decoder, assistant) if name == "assisted" else THEIRS[name]
                 methods[name] = _timed(_theirs(decoder.target.model, **extra))
@@ -109,20 +117,20 @@ def build_methods(
     return methods, skipped
 
 
-def _decoder(name: str, decoder: SpeculativeDecoder, tree: Policy | None, **options: Any) -> SpeculativeDecoder:
+def _decoder(name: str, decoder: SpeculativeDecoder, options: Decoding) -> SpeculativeDecoder:
     """Return a decoder of one of our methods."""
-    drafts = decoder.drafts
+    drafts, tree = decoder.drafts, options["tree"]
     if name == "one-draft":
         if len(drafts) == 1:
             raise InputError("there is one draft only: the method tree is that")
         drafts = drafts[:1]
-    made = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, drafts, tree, **options)
+    made = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, drafts, **options)
     if tree is not None and made.policy is not tree:
         raise UnsupportedModel(made.notes[-1].partition(": ")[2])  # why it fell back to a chain
     return made
 
 
-def _assistant(decoder: SpeculativeDecoder, assistant: Loaded | None) -> dict[str, Any]:
+def _assistant(decoder: SpeculativeDecoder, assistant: Loaded | None) -> dict[str, object]:
     """Return the options of transformers' assisted generation; with another tokenizer, of the universal one."""
     if assistant is not None:
         model, tokenizer = assistant.model, assistant.tokenizer
@@ -130,7 +138,7 @@ def _assistant(decoder: SpeculativeDecoder, assistant: Loaded | None) -> dict[st
         model, tokenizer = drafts[0].model.model, drafts[0].tokenizer
     else:
         raise InputError("no assistant was given, and no draft is a language model")
-    extra = {"assistant_model": model}
+    extra: dict[str, object] = {"assistant_model": model}
     if tokenizer is None or decoder.tokenizer is None:
         return extra
     sizes = {each.config.get_text_config().vocab_size for each in (decoder.target.model, model)}
@@ -179,14 +187,14 @@ def _ours(decoder: SpeculativeDecoder) -> Decode:
 
 
 def _counted(result: Result, share: float, spent: Sequence[Contribution]) -> Record:
-    """Return what is kept of a result, with its share of the seconds that a run spent on each draft."""
+    """Return a result's record, with its share of the seconds that a run spent on each draft."""
     stats, pairs = result.stats.to_dict(), zip(result.stats.drafts, spent, strict=True)
     drafts = [asdict(replace(draft, seconds=share * of.seconds)) for draft, of in pairs]
     kept = ("target_passes", "draft_passes", "tree_sizes", "notes")
     return {"ids": result.token_ids, "tokens": stats["new_tokens"], **{n: stats[n] for n in kept}, "drafts": drafts}
 
 
-def _theirs(model: Any, **extra: Any) -> Decode:
+def _theirs(model: Any, **extra: object) -> Decode:
     """Return how transformers' generate decodes one prompt.
 
     Its first pass reads the whole prompt and yields a token, so it counts as a target pass.  Our loop first reads the

@@ -1,4 +1,4 @@
-"""What is compared, and on what: the checked arguments, the jobs in order, and the settings that all figures share.
+"""The plan of a comparison: the checked arguments, the jobs in order, and the settings that all figures share.
 
 Knows: prompts and their sets, the machine.  Does not know: how anything is measured or kept.
 """
@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specinfer import loading
 from specinfer.common.files import weights_digest
@@ -19,6 +19,7 @@ from specinfer.evaluation.compare.methods import METHODS
 from specinfer.evaluation.compare.prompts import read_prompt_file
 from specinfer.evaluation.paper_figures import ALL
 from specinfer.evaluation.provenance import machine
+from specinfer.prompts import OnePrompt
 
 TEXTS = "texts"  # the set of prompts that were given as text
 
@@ -30,17 +31,17 @@ class Job(NamedTuple):
     set: str
     seed: int  # the prompt's index in its set
     id: str
-    prompt: Any
+    prompt: OnePrompt
     temperature: float
 
     @property
     def key(self) -> tuple[str, int, float]:
-        """What tells it from the others of a comparison, and its record from theirs."""
+        """The key that tells it from the others of a comparison, and its record from theirs."""
         return self.set, self.seed, self.temperature
 
     @property
-    def where(self) -> dict[str, Any]:
-        """What its record says of it."""
+    def where(self) -> dict[str, object]:
+        """The fields of its record that name it."""
         return {"set": self.set, "place": self.seed, "id": self.id, "temperature": self.temperature}
 
 
@@ -98,7 +99,7 @@ class Plan:
         """The prompts that were given as text."""
         return [prompt for prompt in self.prompts if not isinstance(prompt, Path)]
 
-    def sets(self) -> dict[str, list[tuple[str, Any]]]:
+    def sets(self) -> dict[str, list[tuple[str, OnePrompt]]]:
         """Return set -> (id, prompt), read from the files; texts are a set of their own.
 
         Raises:
@@ -135,8 +136,8 @@ class Plan:
         blocks = [column[start : start + rows] for column in columns for start in range(0, len(column), rows)]
         return sorted(blocks, key=lambda block: block[0].number)
 
-    def settings(self, jobs: Sequence[Job]) -> dict[str, Any]:
-        """Return what all figures of one folder have in common, JSON-ready: models, methods, prompts, machine."""
+    def settings(self, jobs: Sequence[Job]) -> dict[str, object]:
+        """Return the settings that all figures of one folder share, JSON-ready: models, methods, prompts, machine."""
         device, target = loading.resolve_device(self.device), self.target or loading.DEFAULT_TARGET
         named = {name: loading.local_folder(name) for name in (target, *self.drafts, self.assistant) if name}
         digests = {

@@ -4,11 +4,10 @@ Knows: splits, the fields of a record.  Does not know: what is measured, how rec
 """
 
 from pathlib import Path
-from typing import Any
 
 from specinfer.common.records import Records
 from specinfer.errors import InputError
-from specinfer.prompts import read_objects
+from specinfer.prompts import OnePrompt, read_objects
 
 FIELDS = {"set", "place", "temperature"}  # of every record
 
@@ -18,7 +17,7 @@ def records_of(folder: Path) -> Records:
     return Records(folder, FIELDS, "a comparison")
 
 
-def read_prompt_file(path: Path, split: str, count: int = 0) -> list[tuple[str, Any]]:
+def read_prompt_file(path: Path, split: str, count: int = 0) -> list[tuple[str, OnePrompt]]:
     """Return (id, prompt) of a file's first rows that belong to a split, or have none.
 
     Whether a prompt can be used is found when it is its turn.

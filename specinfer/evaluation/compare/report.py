@@ -1,4 +1,4 @@
-"""What the records of a comparison amount to, per set and over all, with bootstrap intervals: a dict, prose and tables.
+"""The summary of a comparison's records, per set and over all, with bootstrap intervals: a dict, prose and tables.
 
 Knows: counts and seconds.  Does not know: models, how anything was measured.
 
@@ -23,7 +23,7 @@ REFUSALS = 5  # prompts named under a table
 
 
 def summarise(settings: dict[str, object], records: Sequence[Record]) -> Record:
-    """Return what `Comparison.summary` describes."""
+    """Return the summary, as `Comparison.summary` describes it."""
     bad = {(record["set"], record["place"]): record for record in records if "error" in record}
     refused = [{name: record[name] for name in ("set", "id", "error")} for record in bad.values()]
     records, groups = [record for record in records if "error" not in record], []
@@ -64,9 +64,7 @@ def _group(name: str, temperature: float, records: Sequence[Record]) -> dict[str
 
 def _method(name: str, methods: dict[str, Rows]) -> Record:
     rows, counts = methods[name], _counts(methods[name])
-    speeds = {
-        method: np.array([row["tokens"] / row["seconds"]["total"] for row in methods[method]]) for method in methods
-    }
+    speeds = {m: np.array([row["tokens"] / row["seconds"]["total"] for row in methods[m]]) for m in methods}
     ratios = {base: speeds[name] / speeds[base] for base in BASELINES if base in methods and base != name}
     figures: Record = {
         "tokens_per_pass": bootstrap(counts, ratio_of_sums),
@@ -105,21 +103,17 @@ def ratio_of_sums(pairs: np.ndarray) -> np.ndarray:
 
 
 def _stages(rows: Rows) -> Record:
-    """Return the time of each stage, the trees' sizes, and what each draft contributed."""
+    """Return the time of each stage, the trees' sizes, and the contribution of each draft."""
     seconds = {stage: _sum([row["seconds"] for row in rows], stage) for stage in STAGES}
     trees, steps = [row["tree_sizes"] for row in rows], [row["target_passes"] for row in rows]
     sizes = {size: float(np.average([tree[size] for tree in trees], weights=steps)) for size in SIZES}
+    drafts = zip(*(row["drafts"] for row in rows), strict=True)
+    summed = ("tokens", "only", "passes", "seconds")
     return {
         "ms_per_token": {stage: 1000 * spent / _sum(rows, "tokens") for stage, spent in seconds.items()},
         "bookkeeping": seconds["bookkeeping"] / (seconds["total"] - seconds["prefill"]),
         "tree_sizes": {**sizes, "plain_steps": _sum(trees, "plain_steps")},
-        "drafts": [
-            {
-                "draft": draft[0]["draft"],
-                **{name: _sum(draft, name) for name in ("tokens", "only", "passes", "seconds")},
-            }
-            for draft in zip(*(row["drafts"] for row in rows), strict=True)
-        ],
+        "drafts": [{"draft": of[0]["draft"], **{name: _sum(of, name) for name in summed}} for of in drafts],
     }
 
 
@@ -143,7 +137,7 @@ def parts(report: Record) -> Iterator[str | Table]:
 
 
 def _head(report: Record) -> str:
-    """Return the settings, and what the figures are."""
+    """Return the settings, and the meaning of the figures."""
     settings = (
         "{target}, drafts: {drafts}, assistant: {assistant}, {dtype}, {max_new_tokens} new tokens, {nodes} nodes, "
         "depth {depth}, prompts at a time: {max_rows}\n{device}, {cpu}, {threads} threads, torch {torch}, transformers "
@@ -189,7 +183,7 @@ def _method_rows(methods: Record) -> list[list[str]]:
 
 
 def _verdict_lines(groups: Sequence[Record]) -> list[str]:
-    """Say of each set whether tree beats sequence in tokens per target pass, and what both spent on drafting."""
+    """Say of each set whether tree beats sequence in tokens per target pass, and how much both spent on drafting."""
     if not groups:
         return []
     lines, ahead, level = [], 0, 0

@@ -1,4 +1,4 @@
-"""What a comparison found: its settings and records, and their summary.
+"""The result of a comparison: its settings and records, and their summary.
 
 Knows: where its parts come from.  Does not know: how anything was measured (`runner`) or is computed (`report`).
 """
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specinfer.common.display import draw
 from specinfer.common.records import Record
@@ -17,13 +17,17 @@ from specinfer.errors import InputError, one_line
 from specinfer.evaluation.compare.prompts import records_of
 from specinfer.evaluation.compare.report import parts, summarise
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from pandas import DataFrame
+
 
 @dataclass(frozen=True)
 class Comparison(Tabular):
     """Methods side by side.
 
     Attributes:
-        settings: what all records have in common: models, methods, sizes, prompts, machine.
+        settings: that all records share: models, methods, sizes, prompts, machine.
         records: one per prompt and temperature.  ``error`` says why a prompt could not be used.  The others have by
             method: tokens, passes and seconds; ``same_as_autoregressive``, the number of tokens shared with
             autoregressive decoding from the start; and ``gap``, the difference in logits, where greedy ids first differ
@@ -35,7 +39,7 @@ class Comparison(Tabular):
 
     @classmethod
     def read(cls, folder: str | Path) -> "Comparison":
-        """Load what is on disk; nothing runs.
+        """Load the folder's settings and records; nothing runs.
 
         Raises:
             InputError: the folder holds no comparison, or a damaged one.
@@ -64,15 +68,15 @@ class Comparison(Tabular):
         - ``draft_passes_per_target_pass``;
         - ``tokens_per_second``: the median over prompts;
         - ``ratio``: by baseline, the ratio of tokens per second, the median over prompts;
-        - ``worst_to_autoregressive``: the smallest such ratio to autoregressive decoding;
-        - ``overhead``: tokens_per_pass / ratio to autoregressive - 1, what a step costs beyond an autoregressive one;
+        - ``worst_to_autoregressive``: the smallest ratio to autoregressive decoding;
+        - ``overhead``: tokens_per_pass / ratio to autoregressive - 1, the cost of a step beyond an autoregressive one;
         - ``identical``: the share of prompts with autoregressive decoding's ids;
         - ``same_as_autoregressive``: how many tokens they share from the start, on average;
         - ``largest_gap``: the largest of the records' gaps; a tiny one is rounding;
         - ``ms_per_token`` by stage, and ``bookkeeping``, its share of the time after prefill;
         - ``tree_sizes``, and ``drafts``, each one's contribution, of all prompts together.
 
-        Intervals are [value, low, high] at 95 %.  What was not measured is left out.
+        Intervals are [value, low, high] at 95 %.  Figures that were not measured are left out.
         """
         return self._summary
 
@@ -88,7 +92,7 @@ class Comparison(Tabular):
         """Return settings and records, JSON-ready: ``Comparison(**comparison.to_dict())`` is equal."""
         return {"settings": self.settings, "records": self.records}
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> "DataFrame":
         """Return a data frame: a row per set, temperature and method, figures as named in `summary`.
 
         An interval is three columns: ``tokens_per_pass``, ``tokens_per_pass_low``, ``tokens_per_pass_high``.
@@ -104,7 +108,7 @@ class Comparison(Tabular):
             for method, figures in group["methods"].items()
         )
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw tokens per target pass and speed-up of every method (`plots.plot_compare`); return the Axes.
 
         Raises:

@@ -34,7 +34,7 @@ class Runner:
     """Loaded models and methods.
 
     Args:
-        plan: what is compared.
+        plan: of the comparison.
 
     Raises:
         ModelError: a model cannot be loaded, or a draft has other tokens than the target.

@@ -65,7 +65,7 @@ def check_draft(
 
     Raises:
         InputError: no drafts, or an unusable prompt or length.
-        SpecinferError: what decoding raises.
+        SpecinferError: decoding failed.
     """
     decoder = SpeculativeDecoder.from_pretrained(drafts="bundled") if decoder is None else decoder
     if not isinstance(decoder, SpeculativeDecoder) or not decoder.drafts:
@@ -108,7 +108,7 @@ def _gains(
     passes: PassCosts,
     proposals: Sequence[Sequence[float]],
 ) -> Gains:
-    """Return what each policy should gain with these drafts, whose trees are merged."""
+    """Return the expected gain of each policy with these drafts, whose trees are merged."""
     sizes = []
     for number, policy in enumerate(policies):
         tokens, nodes = replay(trace, policy, drafts=drafts).tokens_per_pass, _nodes(trace, policy, drafts)
@@ -130,7 +130,7 @@ def _nodes(trace: Trace, policy: Policy, drafts: Sequence[int]) -> float:
 
 
 def _check(decoder: SpeculativeDecoder, trace: Trace, index: int, passes: PassCosts, gains: Gains) -> DraftCheck:
-    """Return what was found about one draft."""
+    """Return the findings about one draft."""
     draft, table = decoder.drafts[index], hits(trace, index)
     depths = int((table.tried > 0).sum())
     within = {f"top {rank}": table.within[:depths, rank - 1].tolist() for rank in RANKS}

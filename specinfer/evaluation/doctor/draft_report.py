@@ -1,20 +1,23 @@
-"""What `check_draft` found: figures by draft and by size of the tree, as data, and as prose and tables.
+"""The report of `check_draft`: figures by draft and by size of the tree, as data, and as prose and tables.
 
 Knows: figures.  Does not know: how anything was measured, what is concluded (`verdict`).
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specinfer.common.display import draw
 from specinfer.common.tables import Table, Tabular
 from specinfer.evaluation.doctor.pass_costs import PassCosts
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 @dataclass(frozen=True)
 class Expected:
-    """What steps of one tree size should be."""
+    """Expected figures of steps of one tree size."""
 
     tree: str  # "chain 4", "tree 16": best-first
     nodes: float  # drafted, on average
@@ -25,7 +28,7 @@ class Expected:
 
 @dataclass(frozen=True)
 class Gains(Tabular):
-    """What a draft, or several that are merged, should gain by size of the tree."""
+    """The expected gain of a draft, or of several that are merged, by size of the tree."""
 
     sizes: list[Expected]
     ideal: list[float]  # tokens per pass if the right one of the candidates were always in the tree (`oracle`)
@@ -61,7 +64,7 @@ class Gains(Tabular):
 
 @dataclass(frozen=True)
 class DraftCheck(Tabular):
-    """What was found about one draft."""
+    """The findings about one draft."""
 
     draft: str
     grade: str  # good, weak or bad: whether it fits, whatever it costs
@@ -73,7 +76,7 @@ class DraftCheck(Tabular):
     agreements: list[tuple[str, list[float]]]  # convention, top-1 agreement by depth; the one in use first
 
     def _parts(self) -> Iterator[str | Table]:
-        """Yield the verdict, hits and conventions by depth, and what to gain."""
+        """Yield the verdict, hits and conventions by depth, and the expected gain."""
         yield f"{self.draft}: {self.grade}. {self.words} {self.gains.advice}\n"
         depths = [str(depth) for depth in range(1, 1 + len(self.positions))]
         hits = [[name, *_percents(rates)] for name, rates in self.hits.items()]
@@ -87,7 +90,7 @@ class DraftCheck(Tabular):
 
 @dataclass(frozen=True)
 class DraftReport(Tabular):
-    """How well each draft of a decoder fits its target, and what trees it should gain on this machine.
+    """How well each draft of a decoder fits its target, and the expected gain of its trees on this machine.
 
     Attributes:
         target, dtype, device: what was measured.
@@ -113,7 +116,7 @@ class DraftReport(Tabular):
         found = asdict(self) | {"passes": self.passes._asdict()}
         return found | {"drafts": [each | {"best": size} for each, size in zip(drafts, best, strict=True)]}
 
-    def plot(self, ax: Any = None) -> Any:
+    def plot(self, ax: "Axes | None" = None) -> "Axes":
         """Draw tokens per pass and speed-up by size of the tree (`plots.plot_drafts`); return the Axes.
 
         Raises:
@@ -122,7 +125,7 @@ class DraftReport(Tabular):
         return draw("plot_drafts", self, ax=ax)
 
     def _parts(self) -> Iterator[str | Table]:
-        """Yield the costs of passes, what was found about each draft, and what all should gain together."""
+        """Yield the costs of passes, the findings about each draft, and the expected gain of all together."""
         yield (
             f"{self.target} in {self.dtype} on {self.device}: {self.tokens} tokens of {self.texts} texts; "
             f"a plain step takes {self.passes.step(0):.1f} ms\n"

@@ -1,4 +1,4 @@
-"""What a target pass and a draft's proposal cost on this machine: medians over a few real steps.
+"""The costs of a target pass and of a draft's proposal on this machine: medians over a few real steps.
 
 Knows: the engine and its clocks.  Does not know: texts, traces, what is concluded from costs.
 """
@@ -28,7 +28,7 @@ class PassCosts(NamedTuple):
     rest: list[float]  # of everything else but the drafts
 
     def step(self, nodes: float) -> float:
-        """Return the milliseconds of a step with so many drafted nodes, between the measured sizes on a line."""
+        """Return the milliseconds of a step with a number of drafted nodes, linear between the measured sizes."""
         return float(np.interp(nodes, self.nodes, np.add(self.target, self.rest)))
 
 
@@ -39,7 +39,7 @@ def measured_costs(
 
     Args:
         decoder: its target is timed, with the hidden states that its drafts read, and so are its drafts.
-        policies: what drafts propose by.
+        policies: by which drafts propose.
         prompt: token ids.
         max_new_tokens: after it, at most.
 
@@ -103,7 +103,7 @@ class _FillerSession(DraftSession):
         self.draft, self.vocab_size = context.draft, vocab_size
 
     def source(self, roots: Sequence[int]) -> DenseSource:
-        """Return what knows nothing."""
+        """Return a session that knows nothing."""
         return DenseSource(
             lambda frontier: torch.zeros(*frontier.tokens.shape, self.vocab_size, dtype=torch.float32, device="cpu"),
             len(roots),

@@ -1,4 +1,4 @@
-"""What figures of a draft mean, in words: few rules, in one table.
+"""The meaning of a draft's figures, in words: few rules, in one table.
 
 Knows: shares of right tokens, shares of cost.  Does not know: how they were measured.
 """
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 MISFIT = 0.1  # of a draft that fits, the first choice is right at least so often
 GOOD = 0.4  # ... and of a good one
-REACHED = 0.75  # a whole vocabulary's proposals go at least so far up
-COVERED = 0.9  # a vocabulary should hold so much of the text
-RANKED = 0.4  # of the right tokens among the candidates, so many should come first
-KEPT = 0.5  # of the share right at depth 1, so much should be left at depth 2
+REACHED = 0.75  # share of the target's vocabulary that the proposals of a whole one span at least
+COVERED = 0.9  # share of the text's tokens that a vocabulary should hold
+RANKED = 0.4  # share of the right tokens among the candidates that should come first
+KEPT = 0.5  # share of the hit rate at depth 1 that should be left at depth 2
 COSTLY = 0.5  # of a target pass: a level that costs more pays for few levels
 GRADES = ("good", "weak", "bad")
 
 
 @dataclass(frozen=True)
 class Signs:
-    """What the rules read.
+    """The figures that the rules read.
 
     Attributes:
         first: by depth, the share of positions where the draft's first choice is the target's token, given the true
@@ -39,7 +39,7 @@ class Signs:
 
     @property
     def fits(self) -> bool:
-        """Whether the draft was made for such a target, and is read as it was made."""
+        """Whether the draft was made for this kind of target, and is read as it was made."""
         return self.lookup or self.first[0] >= MISFIT
 
     @property

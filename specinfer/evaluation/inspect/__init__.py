@@ -1,1 +1,1 @@
-"""What the target says of a result's steps, and what other trees would have given."""
+"""The target's view of a result's steps, and the outcome that other trees would have had."""

@@ -1,4 +1,4 @@
-"""The step debugger: what the target says of a result's steps, and what other trees would have given.
+"""The step debugger: the target's view of a result's steps, and the outcome that other trees would have had.
 
 Knows: a result's steps, scored again by the target; how a tree is cut, extended or grown anew.
 Does not know: how scores are formed (`rescoring`), how they are drawn (`description`).
@@ -72,10 +72,10 @@ def inspect(decoder: SpeculativeDecoder, result: Result, **options: Unpack[Optio
 
 @dataclass(frozen=True)
 class Inspection(Displayed):
-    """A result, and what the target says of every node that was drafted.
+    """A result, and the target's view of every node that was drafted.
 
     Attributes:
-        result: what was inspected.
+        result: that was inspected.
         steps: one inspection per step.
         differences: where the target, asked again, chooses another token than it did: rounding, in 16 bits.
         notes: the same in words.
@@ -90,7 +90,7 @@ class Inspection(Displayed):
         """Return a step, counted from 0, or from the end if negative.
 
         Raises:
-            InputError: there is no such step.
+            InputError: the result has fewer steps.
         """
         if not -len(self.steps) <= number < len(self.steps):
             raise InputError(f"there is no step {number}: this result has steps 0 to {len(self.steps) - 1}")
@@ -103,14 +103,14 @@ class Inspection(Displayed):
 
 @dataclass(frozen=True)
 class StepInspection(Displayed):
-    """One step's tree, or another tree instead of it, and what the target says of it.
+    """One step's tree, or another tree instead of it, and the target's view of it.
 
     Methods that change the tree return a new inspection.  Each costs one pass of the target.  They do not check where
     the text would have ended.
 
     Attributes:
         number: of the step, from 0.
-        tree: what was scored.
+        tree: that was scored.
         path: the accepted nodes, root excluded.
         bonus: the target's own token after the path; None where the text was cut before it and coins would decide.
         nodes: one per node of the tree, in its order.
@@ -134,7 +134,7 @@ class StepInspection(Displayed):
 
     @property
     def states(self) -> list[State]:
-        """What became of each node of the tree."""
+        """The fate of each node of the tree."""
         return [node.state for node in self.nodes]
 
     @property
@@ -161,7 +161,7 @@ class StepInspection(Displayed):
 
     @property
     def summary(self) -> str:
-        """One line: what was accepted, and what follows."""
+        """One line: the accepted tokens, and the token that follows."""
         words = [self._name(node) for node in self.path]
         words += [] if self.bonus is None else ["+", self._prefix.rescorer.name(self.bonus)]
         return f"{len(self.path)} of {self.tree.num_drafted} drafted tokens accepted: {' '.join(words)}"
@@ -170,7 +170,7 @@ class StepInspection(Displayed):
         """Say in words what became of a node, and why.
 
         Raises:
-            TreeError: there is no such node.
+            TreeError: the tree has no node of this number.
         """
         inspected = self.nodes[self._checked(node)]
         state = inspected.state
@@ -193,7 +193,7 @@ class StepInspection(Displayed):
             tokens: token ids, or text for the tokenizer.
 
         Raises:
-            TreeError: no such node, or a sampled tree.
+            TreeError: the tree has no node of this number, or was sampled.
             InputError: no tokens, tokens that are not ids or there already, or text without a tokenizer.
             UnsupportedModel: the target can score chains only, and the tree branches.
         """
@@ -220,7 +220,7 @@ class StepInspection(Displayed):
         """Return the step without a node and all below it.
 
         Raises:
-            TreeError: no such node, the root, or a sampled tree.
+            TreeError: the tree has no node of this number, or was sampled; or the node is the root.
         """
         if self._editable(node) == 0:
             raise TreeError("node 0 is the root, which is committed already: name a node below it")
@@ -254,13 +254,13 @@ class StepInspection(Displayed):
 
         Raises:
             InputError: the decoder has no drafts, or the policy is ``Auto``, which needs a run's clock.
-            PairingError: the decoder's verifier is not for such trees.
+            PairingError: the decoder's verifier is not for trees of this kind.
             UnsupportedModel: a model can work on chains only, and the tree branches.
         """
         return self._with(self._prefix.grown(policy), f"grown by {policy}")
 
     def compare(self, other: "StepInspection") -> str:
-        """Say in words what another tree of the same step would have given.
+        """Say in words how another tree of the same step would have fared.
 
         Raises:
             InputError: it is of another step or result.
@@ -299,7 +299,7 @@ class StepInspection(Displayed):
         """Return the node of a tree that may be changed by hand.
 
         Raises:
-            TreeError: there is no such node, or the tree was sampled.
+            TreeError: the tree has no node of this number, or was sampled.
         """
         if self.tree.kind is not Kind.RANKED:
             raise TreeError(
@@ -355,7 +355,7 @@ class _Prefix:
         return session
 
     def rescored(self, tree: TokenTree) -> Rescored:
-        """Return what the target says of a tree after this text.
+        """Return the target's view of a tree after this text.
 
         Raises:
             UnsupportedModel: it can score chains only.
@@ -373,7 +373,7 @@ class _Prefix:
         if not isinstance(policy, Policy) or policy.adapts:
             raise InputError(
                 f"tree={policy!r} has no size of its own (Auto's is chosen by a run's clock): give a policy of a fixed "
-                "size, such as BestFirst(16, 8)"
+                "size, for example BestFirst(16, 8)"
             )
         if not decoder.drafts:
             raise InputError("this decoder has no drafts to grow a tree: build it with some, or use with_branch")

@@ -1,4 +1,4 @@
-"""What the target says of every drafted node, computed again after the text was written.
+"""The target's view of every drafted node, computed again after the text was written.
 
 Knows: the options that a result was made with, the target, how each verifier decides.
 Does not know: how trees are changed (`inspection`), pictures.
@@ -46,7 +46,7 @@ class Test(NamedTuple):
     """One acceptance test of multi-step sampling, passed where the coin is below the ratio."""
 
     coin: float | None  # u in [0, 1); None: a recorded step does not tell which
-    ratio: float | None  # min(1, p / q) of what was left of both distributions; None: a recorded step does not tell
+    ratio: float | None  # min(1, p / q) of the rests of both distributions; None: a recorded step does not tell
 
     @property
     def passed(self) -> bool:
@@ -69,7 +69,7 @@ class NodeInspection:
     noise: float | None  # Gumbel noise of the token at this position; None unless coupled
     margin: float | None  # log p + noise, less the best other token's, in nats: above 0 if chosen; None if coins decide
     tests: tuple[Test, ...]  # in multi-step sampling: those of its draws, as far as known
-    choice: int | None  # what the target itself says after this node; None if coins decide
+    choice: int | None  # the target's own token after this node; None if coins decide
     top: tuple[Alternative, ...]  # the best tokens after this node, the best first
 
 
@@ -86,7 +86,7 @@ class Difference:
 
 
 class Rescored(NamedTuple):
-    """What the target says of one tree."""
+    """The target's view of one tree."""
 
     path: tuple[int, ...]  # accepted nodes, root excluded
     bonus: int | None  # the target's own token after it; None where the text was cut and coins would have decided
@@ -136,13 +136,13 @@ class Rescorer:
         return row
 
     def rescored(self, row: Row, tree: TokenTree, logits: Tensor, record: Step | None = None) -> Rescored:
-        """Return what the target says of a tree.
+        """Return the target's view of a tree.
 
         Args:
             row: before the step.
             tree: of N nodes.
             logits: (N, V) of the target after its nodes.
-            record: what was decided when the text was written; without it, the verifier decides now.
+            record: of the decisions when the text was written; without it, the verifier decides now.
         """
         view = _Watched(row, tree, logits)
         bonus: int | None
@@ -162,7 +162,7 @@ class Rescorer:
     def _node(
         self, view: RowView, node: int, state: State, after: Sequence["_After"], tests: tuple[Test, ...]
     ) -> NodeInspection:
-        """Return a node, given what follows each node."""
+        """Return a node, given the tokens that follow each node."""
         tree, here, root = view.tree, after[node], view.base - 1
         token = int(tree.tokens[node])
         p = q = ratio = noise = margin = None
@@ -237,7 +237,7 @@ class _After(NamedTuple):
 
     log_p: Tensor  # (V,)
     noise: Tensor | None  # (V,), if it counts
-    values: Tensor  # (V,) what a choice maximises
+    values: Tensor  # (V,) that a choice maximises
     best: list[int]  # the tokens of the largest values, descending
 
     @classmethod
@@ -264,7 +264,7 @@ def _tests(view: RowView, path: Sequence[int], watched: Sequence[Test] | None = 
 
     The distributions of a recorded step are gone.  Its coins are counted off in the order of the tests, and only the
     first test below a node has a ratio that p and q tell.  Where a token was drawn several times and one of its tests
-    passed, it may be unknown which one.  Then all later coins are unknown, too.
+    passed, it may be unknown which one.  Then all later coins are unknown as well.
     """
     by_node: defaultdict[int, list[Test]] = defaultdict(list)
     tosses, known = 0, True

@@ -1,4 +1,4 @@
-"""What chains of drafted tokens should gain, by the cost models of the literature, against what a trace replays.
+"""The gain of chains of drafted tokens: by the cost models of the literature, and replayed from a trace.
 
 Knows: replayed chains, measured seconds.  Does not know: models, clocks.
 
@@ -42,7 +42,7 @@ class Costs(NamedTuple):
 
 @dataclass(frozen=True)
 class CostModel(Tabular):
-    """Chains of lengths g: replayed, fitted, and what they should gain."""
+    """Chains of lengths g: replayed, fitted, and their expected gain."""
 
     lengths: np.ndarray  # (n,)
     tokens: Floats  # (n,) replayed tokens per target pass
@@ -75,7 +75,7 @@ class CostModel(Tabular):
         return {"acceptance": self.acceptance, "costs": self.costs._asdict(), **columns}
 
     def _parts(self) -> Iterator[str | Table]:
-        """Yield the fit and the costs, a table by length, and what was measured."""
+        """Yield the fit and the costs, a table by length, and the measured seconds."""
         c = self.costs
         times = f"m = {1000 * c.draft:.1f} ms, M = {1000 * c.target:.1f} ms, M' = {1000 * c.verify:.1f} ms"
         yield f"b = {self.acceptance:.3f}; {times}"
@@ -101,7 +101,7 @@ def cost_model(trace: Trace, costs: Costs, lengths: Sequence[int] | None = None,
         draft: which of the recorded drafts, by name or index.
 
     Raises:
-        InputError: a length was not recorded, or there is no such draft.
+        InputError: a length or the draft was not recorded.
     """
     lengths = list(range(1, trace.settings["depth"] + 1)) if lengths is None else list(lengths)
     if not lengths or min(lengths) < 1:

@@ -67,7 +67,7 @@ def accepted_without_replacement(
         draws: K.
         chance: for the rejected draws.
     """
-    left = q.clone()  # q without what was drawn
+    left = q.clone()  # q without the drawn tokens
     before, mass = p.new_tensor((0.0, 1.0))  # c_(m-1) and R_(m-1)
     tests, masses = [], []
     for _ in range(draws):
@@ -125,7 +125,7 @@ def alive(widths: tuple[int, ...], level: Level, n: int) -> list[dict[int, Float
 
     Args:
         widths: draws under every draw, by level.
-        level: the probabilities of what happens to the draws under a node.
+        level: the probabilities of the outcomes of the draws under a node.
         n: trees.
 
     Returns:

@@ -1,4 +1,4 @@
-"""How far the probabilities that trees are chosen by are from what was accepted: of drafts, and of `auto`.
+"""How far the probabilities that choose trees are from the accepted shares: those of drafts, and those of `auto`.
 
 Knows: recorded best-first trees, the steps over a text, what adaptive trees learn from steps.
 Does not know: how it is learnt, costs, models.
@@ -75,7 +75,7 @@ def edge_calibration(
 
     Args:
         trace: of `record`.
-        policy: no larger than what was recorded.
+        policy: no larger than the recorded trees.
         drafts: which of the recorded drafts propose, by name or index; all by default.
         bins: of equal width, by probability.
 

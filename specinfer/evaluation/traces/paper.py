@@ -48,7 +48,7 @@ class PaperTables(Tabular):
     Attributes:
         settings: target, draft, sizes.
         rows: in the order of the tables: ``table``, ``set``, ``temperature``, ``rule``, ``columns``, ``ours`` (per
-            column [value, low, high]) and ``paper`` (per column a figure or None; None without such a row).
+            column [value, low, high]) and ``paper`` (per column a figure or None; None where the paper has no row).
     """
 
     settings: Record
@@ -59,7 +59,7 @@ class PaperTables(Tabular):
         return {"settings": self.settings, "rows": self.rows}
 
     def _parts(self) -> Iterator[str | Table]:
-        """Yield what was measured, then each table under its title."""
+        """Yield the settings, then each table under its title."""
         s = self.settings
         yield (
             f"{s['target']}, draft {s['draft']}, {s['dtype']}, {s['max_new_tokens']} new tokens; "
@@ -91,14 +91,14 @@ def paper_tables(
     out: str | Path | None = None,
     progress: Progress = lambda *_: None,
 ) -> PaperTables:
-    """Record the target's greedy and sampled texts of every set, and what the decoder's first draft makes of them.
+    """Record the target's greedy and sampled texts of every set, and the first draft's proposals along them.
 
     Args:
         decoder: holds target, tokenizer and drafts.
         sets: name -> prompts; names that `published` has are compared with the paper's.
         max_new_tokens: per prompt.
         batch: texts at a time.
-        out: folder of the traces, ``SET/greedy`` and ``SET/sampled``; what they hold is not recorded again.
+        out: folder of the traces, ``SET/greedy`` and ``SET/sampled``; texts that they hold are not recorded again.
         progress: as `record`'s; the stage is the trace, "SET/greedy" or "SET/sampled".
 
     Raises:

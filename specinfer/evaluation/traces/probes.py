@@ -1,4 +1,4 @@
-"""What a draft is asked at every position of given texts, through the sessions that the engine opens.
+"""Questions to a draft at every position of given texts, through the sessions that the engine opens.
 
 Knows: drafts as sources of distributions, the texts that are gone through, the columns that answers go to.
 Does not know: how texts were written, files.
@@ -21,7 +21,7 @@ from specinfer.tree import Frontier, Growth, Source, grow_best_first, top_candid
 
 @dataclass(eq=False)
 class TextQuestion(Question):
-    """A question along texts that are known: what a draft is asked at every position of them."""
+    """A question along texts that are known, asked of a draft at every position of them."""
 
     plan: Sizes
     texts: Sequence[Sequence[int]]  # token ids per row

@@ -63,7 +63,7 @@ def record(
     out: str | Path | None = None,
     progress: Progress = lambda *_: None,
 ) -> Trace:
-    """Let the decoder's target continue prompts, and record what its drafts would have proposed along the texts.
+    """Let the decoder's target continue prompts, and record the proposals of its drafts along the texts.
 
     A text position costs about ``3 * depth`` draft passes (a level of the tree, of the candidates, of the
     distributions) and two target passes.  A batch shares its passes.  The decoder's tree and verifier do not matter.
@@ -90,7 +90,7 @@ def record(
         InputError: a size that records nothing, no drafts, no usable prompt, or a folder of other settings or of
             another run.
         UnsupportedModel: best-first trees on a model that can score chains only.
-        SpecinferError: what decoding raises; ``out`` keeps what was finished.
+        SpecinferError: decoding failed; ``out`` keeps the finished texts.
     """
     plan = Sizes(nodes, depth, top, draws, max_new_tokens).checked()
     batch = checked_count("batch", batch, 1, "leaves nothing to record")
@@ -222,7 +222,7 @@ def _record(
         if temperature:
             questions.append(Distributions(plan, texts, drafted[-1], distributions, seeds))
         probes += [Probe(draft, question) for question in questions]
-    capacity = BestFirst(plan.nodes + 1, plan.depth)  # what caches must hold
+    capacity = BestFirst(plan.nodes + 1, plan.depth)  # of caches
     SpeculativeDecoder(model, tokenizer, probes, capacity, verifier=_Reader(texts)).generate(prompts, **options)
     return [
         TraceText(

@@ -46,7 +46,7 @@ Lengths = Callable[[TraceText], Floats]
 
 @dataclass(frozen=True)
 class Bound:
-    """What multi-step sampling accepts at the nodes that it visits, and the most that any rule could accept there.
+    """The share that multi-step sampling accepts at the nodes that it visits, and the most that any rule could accept.
 
     Expected over the target's tokens, so a little off the replayed share of steps.  Every rule means those that emit
     the target's distribution; below the root, those that decide node by node.
@@ -59,7 +59,7 @@ class Bound:
 
 @dataclass(frozen=True)
 class Replay:
-    """What a policy and a verifier would have made of a trace."""
+    """The outcome of a policy and a verifier on a trace."""
 
     policy: str
     verifier: str
@@ -98,11 +98,11 @@ def replay(
     drafts: Sequence[int | str] | None = None,
     coupled: bool = True,
 ) -> Replay:
-    """Return what a policy and a verifier would have made of a trace's texts.
+    """Return the outcome of a policy and a verifier on a trace's texts.
 
     Args:
         trace: of `record`.
-        policy: `BestFirst`, `Expansion`, `Chain` or `Sampled`, no larger than what was recorded.
+        policy: `BestFirst`, `Expansion`, `Chain` or `Sampled`, no larger than the recorded trees.
         verifier: by default the one that is exact for the policy's trees, as in `SpeculativeDecoder`.  `ExactMatch` on
             trees drawn with replacement is SpecInfer's naive sampling.
         drafts: which of the recorded drafts propose, by name or index; all by default, and exactly one if sampled.
@@ -146,7 +146,7 @@ def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None =
     it, up to the policy's depth and nodes.
 
     Raises:
-        InputError: the policy is deeper than what was recorded.
+        InputError: the policy is deeper than the recorded trees.
     """
     indices = chosen_drafts(trace, drafts)
     _check_size(policy, "depth", policy.max_depth, trace.settings["depth"])
@@ -287,7 +287,7 @@ def _bounds(text: TraceText, policy: Sampled, verifier: Verifier, draft: int) ->
 
 
 def _alive(text: TraceText, policy: Sampled, verifier: Verifier, draft: int) -> list[dict[int, Floats]]:
-    """Return how likely each position's step is to reach depth 0, 1, ... with so many draws below: see `alive`."""
+    """Return how likely each position's step is to reach depth 0, 1, ... with the policy's draws: see `alive`."""
     drafted, n = text.drafted[draft], len(text.token_ids)
     q = drafted.probability.astype(np.float64)
     padded = np.concatenate([text.probability.astype(np.float64), np.ones(policy.max_depth)])
@@ -307,7 +307,7 @@ def _alive(text: TraceText, policy: Sampled, verifier: Verifier, draft: int) -> 
 
 
 def check_recorded(trace: Trace, policy: Policy, verifier: Verifier, drafts: Sequence[int], coupled: bool) -> None:
-    """Raise `InputError` where the trace does not hold what a replay needs."""
+    """Raise `InputError` where the trace lacks data that a replay needs."""
     _check_size(policy, "depth", policy.max_depth, trace.settings["depth"])
     if type(policy) not in (BestFirst, Expansion, Chain, Sampled) or type(verifier) not in (ExactMatch, MultiStep):
         raise InputError(

@@ -1,4 +1,4 @@
-"""What a trace says about its drafts: hits by depth and rank, and how well their probabilities are calibrated.
+"""Statistics of a trace's drafts: hits by depth and rank, and the calibration of their probabilities.
 
 Knows: ranks, probabilities, the target's tokens.  Does not know: models, trees, verification.
 """
@@ -66,7 +66,7 @@ def hits(trace: Trace, draft: int | str = 0) -> HitTable:
     drafted the j - 1 tokens before by itself.  When sampling, candidates are ranked by the shared noise.
 
     Raises:
-        InputError: there is no such draft.
+        InputError: no draft has the name or index.
     """
     index = trace.draft(draft)
     depth, top = trace.texts[0].drafted[index].tokens.shape[1:]
@@ -85,7 +85,7 @@ def calibration(trace: Trace, draft: int | str = 0, bins: int = 10) -> Calibrati
     target chooses the candidate.
 
     Raises:
-        InputError: there is no such draft.
+        InputError: no draft has the name or index.
     """
     index = trace.draft(draft)
     estimates, right = [np.zeros(0)], [np.zeros(0, bool)]

@@ -1,4 +1,4 @@
-"""A trace: what the target's and the drafts' distributions were along texts, and the trees that the drafts would grow.
+"""A trace: the distributions of target and drafts along texts, and the trees that the drafts would grow.
 
 Knows: arrays and the folder that holds them.  Does not know: how models run, verification.
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import count
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, overload
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -65,7 +65,7 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Drafted:
-    """What one draft would have proposed along one text.
+    """The proposals that one draft would have made along one text.
 
     Attributes:
         first: (n + 1,) where each position's tree begins in the three columns below.
@@ -128,7 +128,7 @@ class Drafted:
 
 @dataclass(frozen=True)
 class TraceText:
-    """One text of the target, and what was recorded along it.
+    """One text of the target, and the record along it.
 
     Attributes:
         prompt_ids, token_ids: the prompt, and the n new tokens.
@@ -167,16 +167,17 @@ class TraceText:
 
     @classmethod
     def from_file(cls, path: Path) -> "TraceText":
-        """Read what `to_bytes` made."""
-        columns: dict[str, dict[str, Any]] = {}  # by draft; "" are the text's
+        """Read a file of `to_bytes`."""
+        columns: dict[str, dict[str, np.ndarray]] = {}  # by draft; "" are the text's
         with safe_open(path, "np") as file:
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 draft, _, column = name.rpartition(".")
                 columns.setdefault(draft, {})[column] = file.get_tensor(name)
             seed = int(file.metadata()["seed"])
         text = columns.pop("")
-        ids = {name: text.pop(name).tolist() for name in ("prompt_ids", "token_ids")}
-        return cls(seed=seed, drafted=tuple(Drafted(**columns[str(i)]) for i in range(len(columns))), **ids, **text)
+        prompt_ids, token_ids = (text.pop(name).tolist() for name in ("prompt_ids", "token_ids"))
+        drafted = tuple(Drafted(**columns[str(i)]) for i in range(len(columns)))
+        return cls(prompt_ids=prompt_ids, token_ids=token_ids, seed=seed, drafted=drafted, **text)
 
 
 class StoredTexts(Sequence[TraceText]):
@@ -192,14 +193,21 @@ class StoredTexts(Sequence[TraceText]):
     def __len__(self) -> int:
         return len(self.numbers)
 
-    def __getitem__(self, index: Any) -> Any:
-        found: Any = self.numbers[index]
-        return StoredTexts(self.folder, found) if isinstance(index, slice) else self.read(found)
+    @overload
+    def __getitem__(self, index: int) -> TraceText: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "StoredTexts": ...
+
+    def __getitem__(self, index: int | slice) -> "TraceText | StoredTexts":
+        if isinstance(index, slice):
+            return StoredTexts(self.folder, self.numbers[index])
+        return self.read(self.numbers[index])
 
 
 @dataclass(frozen=True)
 class Trace:
-    """Texts of one target and what its drafts would have proposed along them: see `record` and `replay`.
+    """Texts of one target and the proposals of its drafts along them: see `record` and `replay`.
 
     Attributes:
         settings: what made them.
@@ -236,7 +244,7 @@ class Trace:
         """Return a draft's index, given its name or that index, which may be written in digits.
 
         Raises:
-            InputError: there is no such draft, or several.
+            InputError: no draft has the name or index, or several have the name.
         """
         names = self.drafts
         if names.count(draft) > 1:  # type: ignore[arg-type]  # a number is no name
@@ -389,7 +397,7 @@ def check_models(folder: Path, settings: Mapping[str, object], decoder: Speculat
 
 
 def trace_settings(decoder: SpeculativeDecoder, sizes: Mapping[str, object], temperature: float) -> Record:
-    """Return what all texts of a trace have in common."""
+    """Return the settings that all texts of a trace share."""
     target = decoder.target
     name = str(getattr(target.model.config, "_name_or_path", "")) or target.name
     return {

@@ -1,4 +1,4 @@
-"""What all pictures share: what colours stand for, Axes to draw into, legends, and text that any font can draw.
+"""Parts that all pictures share: the meaning of colours, Axes to draw into, legends, and text that any font can draw.
 
 Knows: matplotlib, which it imports when a picture is drawn.  Does not know: what the pictures show.
 """
@@ -6,6 +6,7 @@ Knows: matplotlib, which it imports when a picture is drawn.  Does not know: wha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,7 +54,7 @@ METHODS = {  # colour, hatch, mark
 OTHERS = ((PALE, "++", "<"), (GREY, "oo", ">"))  # of methods that are not named above
 
 
-def part(name: str) -> Any:
+def part(name: str) -> ModuleType:
     """Return a module of matplotlib's."""
     return installed(f"matplotlib.{name}", "plots need matplotlib, which is not installed")
 
@@ -119,8 +120,8 @@ def legend(ax: Axes, handles: Sequence[Any], below: bool = False, grow: bool = F
     made = ax.legend(shared, labels, frameon=False, prop={"family": families()[1:], "size": FONT}, **options)
     for text in made.get_texts():
         text.set(**PLAIN)
-    figure: Any = ax.figure
     if grow:
+        figure: Any = ax.figure
         figure.set_figheight(figure.get_figheight() + LINE * -(-len(handles) // options["ncols"]))
 
 

@@ -1,11 +1,11 @@
-"""What was measured: acceptance, methods side by side, where the time went, calibration.
+"""Measurements: acceptance, methods side by side, where the time went, calibration.
 
 Knows: figures, by attribute.  Does not know: how they came about, matplotlib's figures and legends (`axes`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import cycle
 from typing import TYPE_CHECKING, Any
 
@@ -112,16 +112,15 @@ def plot_compare(comparison: Comparison, ax: Axes | None = None) -> Axes:
     lower.axhline(1, color="black", lw=0.8, ls="--", zorder=1)
     handles, width, others = [], 0.84 / len(methods), cycle(draw.OTHERS)
     for i, method in enumerate(methods):
-        style = draw.METHODS.get(method) or next(others)
-        handles.append(_draw_method(ax, lower, groups, method, (i + 0.5) * width - 0.42, width, style))
+        left = (i + 0.5) * width - 0.42
+        rows = [(at + left, g["methods"][method]) for at, g in enumerate(groups) if method in g["methods"]]
+        handles.append(_draw_method(ax, lower, method, rows, width, draw.METHODS.get(method) or next(others)))
     if not any(len(handle) > 1 for handle in handles):
-        lower.text(
-            0.5, 0.5, "not measured: compare with autoregressive", transform=lower.transAxes, ha="center", va="top"
-        )
+        words = "not measured: compare with autoregressive"
+        lower.text(0.5, 0.5, words, transform=lower.transAxes, ha="center", va="top")
     warm = len({group["temperature"] for group in groups}) > 1
-    lower.set_xticks(
-        range(len(groups)), [_group_name(group, warm) for group in groups], fontsize=draw.FONT, **draw.PLAIN
-    )
+    names = [_group_name(group, warm) for group in groups]
+    lower.set_xticks(range(len(groups)), names, fontsize=draw.FONT, **draw.PLAIN)
     lower.margins(y=0.15)
     for axes in (ax, lower):
         draw.open_frame(axes)
@@ -131,17 +130,13 @@ def plot_compare(comparison: Comparison, ax: Axes | None = None) -> Axes:
 
 
 def _draw_method(
-    ax: Axes,
-    lower: Axes,
-    groups: Sequence[Record],
-    method: str,
-    shift: float,
-    width: float,
-    style: tuple[str, str, str],
+    ax: Axes, lower: Axes, method: str, rows: list[tuple[float, Record]], width: float, style: tuple[str, str, str]
 ) -> list[object]:
-    """Draw a method's bars and, where it was compared with autoregressive decoding, its ratios; return the handles."""
+    """Draw a method's bars and, where it was compared with autoregressive decoding, its ratios; return the handles.
+
+    Rows are where a bar stands, and its figures.
+    """
     colour, hatch, mark = style
-    rows = [(i + shift, group["methods"][method]) for i, group in enumerate(groups) if method in group["methods"]]
     x, (value, low, high) = [at for at, _ in rows], np.array([figures["tokens_per_pass"] for _, figures in rows]).T
     bars = ax.bar(x, value, width, color=colour, hatch=hatch, ec="black", lw=0.6, label=method)
     ax.vlines(x, low, high, color="black", lw=1)
@@ -182,9 +177,8 @@ def plot_drafts(report: DraftReport, ax: Axes | None = None) -> Axes:
     lower.set_ylabel("speed-up to expect,\nagainst plain decoding")
     lower.axhline(1, color="black", lw=0.8, ls="--", zorder=1)
     shifts = 0.1 * (np.arange(len(lines)) - (len(lines) - 1) / 2)  # side by side, so that intervals can be told apart
-    handles = [
-        _draw_gains(ax, lower, *line, i, shift) for i, (line, shift) in enumerate(zip(lines, shifts, strict=True))
-    ]
+    numbered = enumerate(zip(lines, shifts, strict=True))
+    handles = [_draw_gains(ax, lower, *line, i, shift) for i, (line, shift) in numbered]
     handles += ax.plot([], [], color=draw.GREY, lw=0.7, label="ideal choice")
     labels = [size.tree.replace(" ", "\n") for size in lines[0][1].sizes]
     lower.set_xticks(range(len(labels)), labels, fontsize=draw.FONT)
@@ -215,7 +209,7 @@ def _draw_gains(ax: Axes, lower: Axes, label: str, gains: Gains, number: int, sh
 
 
 def plot_timeline(result: Result, ax: Axes | None = None) -> Axes:
-    """Draw what the time of each step went to, in milliseconds, and above it the tokens that the step gained.
+    """Draw where the time of each step went, in milliseconds, and above it the tokens that the step gained.
 
     The first bar, `prompt`, is the time before the first step.  In a batch, the seconds are those of all its rows.
 
@@ -271,7 +265,7 @@ def plot_calibration(curve: CalibrationCurve | Iterable[CalibrationCurve], ax: A
         raise InputError("plot_calibration draws a CalibrationCurve, or a list of them, each with observations")
     ax = draw.axes_of(ax, 4.2, 4.6)
     lower = draw.lower_part(ax, 0.25)
-    handles: list[Any] = ax.plot([0, 1], [0, 1], color=draw.GREY, lw=0.9, ls="--", zorder=0, label="calibrated")
+    handles: list[object] = [*ax.plot([0, 1], [0, 1], color=draw.GREY, lw=0.9, ls="--", zorder=0, label="calibrated")]
     width = 0.7 / max(len(each.count) for each in curves) / len(curves)
     for i, each in enumerate(curves):
         handles.append(_draw_curve(ax, lower, each, i, (i + 0.5 - len(curves) / 2) * width, width))

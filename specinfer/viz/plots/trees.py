@@ -45,7 +45,7 @@ def plot_tree(
         step: a `Step` or a `StepInspection`; or a `TokenTree`, which is not verified yet.
         tokenizer: turns ids into text; without it, and of an inspection without its own, ids are shown.
         ax: where to draw; the text is made smaller where the tree would not fit.
-        drafts: their names by id, such as ``[d.draft for d in result.stats.drafts]``; an inspection knows them.
+        drafts: their names by id: ``[d.draft for d in result.stats.drafts]``; an inspection knows them.
 
     Raises:
         InputError: not a tree, not a tokenizer, or matplotlib is not installed.
