@@ -195,7 +195,8 @@ class SpeculativeDecoder:
                 memory.
             tensor_parallel: processes that the target is spread over; drafts are whole in each.  See `loading.load`.
             quantize: "int8" or "int4" rounds the weights of the target, and of drafts that are models, to 8 or 4 bits,
-                for compiled passes on a CPU.  The rounded target is the target then.  See `loading.load`.
+                on a CPU.  The rounded target is the target then.  See `loading.load`.  Without it, and without a
+                dtype, language models named as drafts are rounded to 4 bits where their passes are faster so.
             **model_kwargs: further options of transformers' `from_pretrained`, for the target.
 
         Raises:

@@ -45,7 +45,7 @@ Temperature = Annotated[float, Option(help="0 = greedy.")]
 Seed = Annotated[
     int, Option(help="Same seed, same text with any tree or none; in float32, and not with sampled trees.")
 ]
-Quantize = Annotated[str | None, Option(help="int8 or int4: round the models' weights, for compiled passes on a CPU.")]
+Quantize = Annotated[str | None, Option(help="int8 or int4: round the models' weights, on a CPU.")]
 TensorParallel = Annotated[
     int, Option(help="Processes that share the target: run under torchrun --nproc-per-node N -m specinfer.", min=1)
 ]
