@@ -239,10 +239,10 @@ def _difference(model: TreeModel, compiled: CompiledPass, extra: Mapping[str, An
             name: torch.randn(*layout.tokens.shape, *shape, generator=generator).to(device, model.dtype)
             for name, shape in extra.items()
         }
-        results = [session.append(layout, columns, words, **given).flat()[:, :words] for session in sessions]
+        plain, found = (session.append(layout, columns, words, **given).flat()[:, :words] for session in sessions)
         states = [session.aux_states[0].flat().flatten(1) for session in sessions if session.aux_states]
-        most = MOST if is_packed(model.model) or results[0].element_size() < 4 else 1.0
-        worst = max(worst, _error(*results, most), _error(*states, most) if states else 0.0)
+        most = MOST if is_packed(model.model) or plain.element_size() < 4 else 1.0
+        worst = max(worst, _error(plain, found, most), _error(states[0], states[1], most) if states else 0.0)
         for session in sessions:
             session.commit(paths)
     return worst
