@@ -7,6 +7,7 @@ Does not know: how a step is decoded (`engine.loop`), which requests run when (`
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from functools import cache, cached_property, partial
 from itertools import islice
@@ -753,19 +754,23 @@ def load_draft(name: str, dtype: str | torch.dtype, device: str | torch.device, 
         return HeadDraft.load(Path(os.path.expanduser(name)))
     if may_be_head(config) and (head := load_published(name)) is not None:
         return head
-    form = quantize or (DRAFT_FORM if str(dtype) == "auto" and loading.rounding_pays(device) else None)
     try:
-        try:
-            loaded = loading.load(name, dtype, device, quantize=form)
-        except UnsupportedModel:
-            if quantize or not form:
-                raise
-            loaded = loading.load(name, dtype, device)
+        loaded = _load_small(name, dtype, device, quantize)
     except ModelError as error:
         near = nearest(name, WORDS)
         advice = f"did you mean {near}?" if near else f"words for drafts are {', '.join(WORDS)}"
         raise ModelError(str(error) if "/" in name else f"{error}; {advice}") from error
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
+
+
+def _load_small(
+    name: str, dtype: str | torch.dtype, device: str | torch.device, quantize: str | None
+) -> loading.Loaded:
+    """Load a language model that drafts, rounded where that is asked for, or pays and can be done."""
+    if quantize is None and str(dtype) == "auto" and loading.rounding_pays(device):
+        with suppress(UnsupportedModel):
+            return loading.load(name, dtype, device, quantize=DRAFT_FORM)
+    return loading.load(name, dtype, device, quantize=quantize)
 
 
 def check_sizes(target: TreeModel, draft: ModelDraft) -> None:

@@ -110,7 +110,7 @@ def load(
         tensor_parallel: processes that hold a part of every layer each, started by ``torchrun``; each calls this.
         quantize: "int8" or "int4" rounds the weights of linear layers to so many bits, output embeddings to 8, on a
             CPU; states are float32. The rounded model is the model from then on: passes read its packed weights,
-            and no others are held. Of a quantised checkpoint, matrices of more bits are rounded again.
+            and no others are held. Of a quantised checkpoint, matrices of as many bits or more are rounded again.
         **model_kwargs: further options of transformers' `from_pretrained`, by the names in `model_options.PASSED_ON`.
 
     Raises:
@@ -217,10 +217,9 @@ def _check_rounding(form: str, device: str | torch.device, dtype: str | torch.dt
 
 def rounding_pays(device: str | torch.device) -> bool:
     """Whether passes of a rounded model are faster on a device: on x86 processors, where products were measured."""
-    from specinfer.attention.packed.products import compiler
+    from specinfer.attention.packed.products import compiler, is_x86
 
-    x86 = torch.backends.cpu.get_cpu_capability().startswith("AVX")
-    return resolve_device(device).type == "cpu" and x86 and compiler() is not None
+    return resolve_device(device).type == "cpu" and is_x86() and compiler() is not None
 
 
 def _rounded(loaded: Loaded, form: str | None) -> Loaded:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.attention.compiler import kernels
+from specinfer.attention.packed.products import is_x86
 from specinfer.attention.torch_private import (
     contiguous,
     has_packed_products,
@@ -75,7 +76,7 @@ def forms(weights: Sequence[Tensor], rounded: bool) -> list[str]:
             (measured on an AMD EPYC with AVX512-BF16 and on a Xeon with AMX), and more precise.
         rounded: whether they may be rounded.
     """
-    whole = all(weight.dtype == torch.float32 for weight in weights) or _is_x86()
+    whole = all(weight.dtype == torch.float32 for weight in weights) or is_x86()
     if rounded:
         return [
             *(["dynamic_int8"] if packable_dynamic_int8(weights[0]) else []),
@@ -126,11 +127,6 @@ def packed_shape(outputs: int, size: int, form: str) -> tuple[int, ...]:
     if form == "dynamic_int8":
         return blocks, size // 4 + 2, BLOCK
     return blocks, size // 2, BLOCK, 2
-
-
-def _is_x86() -> bool:
-    """Whether this is an x86 processor with AVX2 at least, for whose registers our products are written."""
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX")
 
 
 def _multiplies_pairs() -> bool:

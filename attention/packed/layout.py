@@ -110,9 +110,10 @@ def outputs_of(packed: Tensor) -> int:
     return int(packed[:8].view(torch.int64))
 
 
-def bits_of(packed: Tensor) -> int:
-    """Return the bits of a packed matrix's integers."""
-    return int(packed[LINE + 8 : LINE + ENTRY].view(torch.int64)) & 15
+def kind_of(packed: Tensor) -> tuple[int, int]:
+    """Return the kind of a packed matrix, as `code_of` does, and the bits of its integers."""
+    code = int(packed[LINE + 8 : LINE + ENTRY].view(torch.int64))
+    return code, code & 15
 
 
 def code_of(part: Quantised) -> int:

@@ -3,7 +3,7 @@
 // Knows: the packed layout (layout.py), one matrix of states.  Does not know: models, files.
 //
 // Weights stay the integers that they are in their file.  States are rounded to integers of 16 bits, with a scale for up to
-// 256 inputs: two bytes, which the processor multiplies four inputs at a time.  Inputs that share the scales of states and of
+// 256 inputs, or for 32 where weights have one for each 32: two bytes, which the processor multiplies four inputs at a time.  Inputs that share the scales of states and of
 // weights are summed as integers, which is exact; such sums are added up in one order, whatever else is multiplied.  So an
 // output has the same bits in every product: that of five states or more in tiles (AMX), that of fewer in registers.
 //
@@ -688,7 +688,8 @@ void specinfer_packed_linear(
     const int threads = rows * size * outputs < SMALL ? 1 : omp_get_max_threads();
     const int64_t in_tile = HAS_TILES && rows >= FEWEST && tiles_are_allowed() ? states_of_tile(rows) : 0;
     const int64_t all = in_tile ? (rows + in_tile - 1) / in_tile * in_tile : rows;  // filled up with zeros
-    const int shared = sharing(groups);
+    const auto alone = [](const uint8_t* matrix) { return Block(matrix, 0).kind.scales == HALF; };
+    const int shared = std::all_of(matrices, matrices + count, alone) ? 1 : sharing(groups);  // where it saves work
     const int64_t pairs = (groups + 1) / 2, spans = groups / shared;
     std::vector<Span> of_spans(all * spans);
     std::vector<Bytes> bytes(all * pairs);

@@ -118,6 +118,11 @@ def _compile(program: str, path: Path) -> None:
         made.rename(path)
 
 
+def is_x86() -> bool:
+    """Whether this is an x86 processor with AVX2 at least, for whose registers products are written first of all."""
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX")
+
+
 def compiler() -> str | None:
     """Return this machine's C++ compiler."""
     names = filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++"))

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from specinfer.attention.packed.formats import numbers
-from specinfer.attention.packed.layout import GROUP, bits_of, pack, unpack
+from specinfer.attention.packed.layout import GROUP, code_of, kind_of, pack, unpack
 from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear, is_packed
 from specinfer.attention.packed.rounding import rounded
 from specinfer.checkpoints.filling import packed_like
@@ -31,7 +31,7 @@ WORTH = 0.5  # of the parameters must be in layers that are rounded
 def round_weights(model: PreTrainedModel, form: str) -> None:
     """Round the weights of a model's linear layers; all else becomes float32.
 
-    Packed matrices of more bits are rounded a second time, others stay as they are.  Output embeddings keep 8 bits, and
+    Packed matrices of as many bits or more are rounded a second time, others stay as they are.  Output embeddings keep 8 bits, and
     so do input embeddings if they are the same.  Dense weights are released one by one.
 
     Args:
@@ -80,13 +80,14 @@ def _is_dense(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def _rounded(module: nn.Module, bits: int, pages: LargePages) -> PackedLinear:
-    """Return a linear layer with its weight rounded; itself, if it has no more bits already."""
+    """Return a linear layer with its weight rounded; itself, if it is so already, or has fewer bits."""
     if _is_dense(module):
         new = PackedLinear(module.in_features, module.out_features, module.bias is not None)
         new.bias, parts = module.bias, iter(module.weight.split(PART))
     else:
         assert isinstance(module, PackedLinear), "others are not rounded"
-        if bits_of(module.packed) <= bits:
+        code, there = kind_of(module.packed)
+        if there < bits or code == code_of(rounded(torch.zeros(1, GROUP), bits)):
             return module
         new, parts = module, (numbers(part) for part in unpack(module.packed, module.in_features, PART))
     new.packed = pack((rounded(part, bits) for part in parts), new.out_features, new.in_features, pages)

@@ -189,7 +189,7 @@ def windows(dtype: torch.dtype) -> Any:
 def widened() -> Iterator[SpeculativeDecoder]:
     """A decoder whose target is in bfloat16 and has passes in float32, as on a processor of AVX2 or AVX512 alone."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "_is_x86", lambda: True)
+        patch.setattr(linear, "is_x86", lambda: True)
         patch.setattr(linear, "_multiplies_pairs", lambda: False)
         yield decoder(windows(torch.bfloat16), compile=True)
 
@@ -234,7 +234,7 @@ def test_a_bfloat16_model_whose_weights_change_runs_in_float32_with_the_new_ones
 def rounding() -> Iterator[SpeculativeDecoder]:
     """A decoder whose target is in bfloat16 and rounds its states, as on a processor with AVX512-BF16."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "_is_x86", lambda: True)
+        patch.setattr(linear, "is_x86", lambda: True)
         patch.setattr(linear, "_multiplies_pairs", lambda: True)
         model = tiny_llama().bfloat16()
         equip(TreeModel(model), draft_for(model).aux_layers, True)  # of the target alone: heads run plain
@@ -428,7 +428,7 @@ def test_forms_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         (False, True, ["packed"]),
     )
     for x86, pairs, wanted in cases:
-        monkeypatch.setattr(linear, "_is_x86", lambda x86=x86: x86)
+        monkeypatch.setattr(linear, "is_x86", lambda x86=x86: x86)
         monkeypatch.setattr(linear, "_multiplies_pairs", lambda pairs=pairs: pairs)
         assert forms([numbers.bfloat16()], rounded=False) == wanted
     assert "bf16_states" not in forms([numbers.bfloat16().float()], rounded=False)  # the user asked for float32
@@ -784,7 +784,7 @@ def test_models_in_train_mode_are_evaluated_in_all_threads_and_left_as_they_were
 
 def test_sixteen_bits_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no kernel of ours reads them, passes are in bfloat16, as the weights."""
-    monkeypatch.setattr(linear, "_is_x86", lambda: False)
+    monkeypatch.setattr(linear, "is_x86", lambda: False)
     monkeypatch.setattr(linear, "_multiplies_pairs", lambda: False)
     model = build("llama", torch.bfloat16, num_hidden_layers=1)
     made = SpeculativeDecoder(model, None, ["ngram"], TREE, compile=True)

@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from specinfer import SpeculativeDecoder, cli
 from specinfer.attention.packed import products
 from specinfer.attention.packed.formats import numbers
-from specinfer.attention.packed.layout import GROUP, bits_of, pack, unpack
+from specinfer.attention.packed.layout import GROUP, kind_of, pack, unpack
 from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
 from specinfer.attention.packed.rounding import rounded
 from specinfer.checkpoints.rounding import round_weights
@@ -69,7 +69,7 @@ def test_no_scale_of_a_few_has_a_smaller_error_than_the_one_chosen() -> None:
 def test_rounded_weights_are_packed_and_found_again(bits: int) -> None:
     found = rounded(weights(), bits)
     packed = pack([found], 70, 3 * GROUP)
-    assert bits_of(packed) == bits
+    assert kind_of(packed)[1] == bits
     assert torch.equal(torch.cat([numbers(part) for part in unpack(packed, 3 * GROUP)]), numbers(found))
 
 
@@ -98,8 +98,8 @@ def test_a_rounded_model_computes_with_the_rounded_numbers(form: str, tied: bool
     round_weights(model, form)
     assert model.dtype == model.config.dtype == torch.float32
     assert not any(type(module) is nn.Linear for module in model.modules())
-    assert bits_of(model.lm_head.packed) == 8
-    assert bits_of(model.model.layers[0].self_attn.q_proj.packed) == BITS[form]
+    assert kind_of(model.lm_head.packed)[1] == 8
+    assert kind_of(model.model.layers[0].self_attn.q_proj.packed)[1] == BITS[form]
     assert isinstance(model.get_input_embeddings(), PackedEmbedding) == tied
     if tied:
         assert model.get_input_embeddings().packed is model.lm_head.packed
@@ -116,7 +116,7 @@ def test_a_rounded_model_computes_with_the_rounded_numbers(form: str, tied: bool
     assert (found - wanted).norm() < 1e-3 * (wanted - wanted.mean()).norm()  # states are rounded to 16 bits
 
 
-def test_packed_matrices_of_more_bits_are_rounded_again_and_others_stay() -> None:
+def test_packed_matrices_are_rounded_again_if_they_have_the_bits() -> None:
     model = tiny_llama(intermediate_size=64, tie_word_embeddings=True)
     round_weights(model, "int8")
     kept = model.lm_head.packed
@@ -148,7 +148,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def test_texts_are_the_rounded_models_own_compiled_and_not(folder: Path, cache: None) -> None:
     made = SpeculativeDecoder.from_pretrained(str(folder), [str(folder)], quantize="int4", compile=True)
     assert made.passes == "passes: compiled"
-    assert [bits_of(network.model.lm_head.packed) for network in made.networks] == [8, 8]
+    assert [kind_of(network.model.lm_head.packed)[1] for network in made.networks] == [8, 8]
     plain = SpeculativeDecoder.from_pretrained(str(folder), [], None, quantize="int4", compile=False)
     for prompt in PROMPTS:
         assert made.generate(prompt, **GREEDY).token_ids == plain.generate(prompt, **GREEDY).token_ids
@@ -159,7 +159,7 @@ def test_drafts_are_rounded_where_nothing_else_is_asked_for(folder: Path, tmp_pa
     for asked, bits in (({}, 4 if fast else 0), ({"dtype": "float32"}, 0), ({"quantize": "int8"}, 8)):
         options = {"dtype": "auto", "device": "cpu", **asked}
         layer = load_draft(str(folder), **options).model.model.model.layers[0].mlp.up_proj
-        assert (bits_of(layer.packed) if isinstance(layer, PackedLinear) else 0) == bits
+        assert (kind_of(layer.packed)[1] if isinstance(layer, PackedLinear) else 0) == bits
     GPT2LMHeadModel(GPT2Config(vocab_size=300, n_positions=64, n_embd=32, n_layer=2, n_head=4)).save_pretrained(
         tmp_path
     )
