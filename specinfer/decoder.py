@@ -28,6 +28,7 @@ from specinfer.calls.scoring import Score, continuations, score
 from specinfer.calls.text_stream import TextStream
 from specinfer.common.advice import did_you_mean, nearest
 from specinfer.common.chat import ChatOptions
+from specinfer.common.memory import give_back
 from specinfer.common.model_options import DeviceMap, checked_options
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.threads import release_workers
@@ -215,7 +216,7 @@ class SpeculativeDecoder:
             load_draft(os.fspath(draft), dtype, device, quantize) if _is_name(draft) and draft not in WORDS else draft
             for draft in _as_list(drafts)
         ]
-        return cls(
+        made = cls(
             loaded.model,
             loaded.tokenizer,
             ready,
@@ -227,6 +228,8 @@ class SpeculativeDecoder:
             memory=memory,
             online=online,
         )
+        give_back()
+        return made
 
     def __repr__(self) -> str:
         drafts = [draft.name for draft in self.drafts]

@@ -688,15 +688,20 @@ void specinfer_packed_linear(
     const int threads = rows * size * outputs < SMALL ? 1 : omp_get_max_threads();
     const int64_t in_tile = HAS_TILES && rows >= FEWEST && tiles_are_allowed() ? states_of_tile(rows) : 0;
     const int64_t all = in_tile ? (rows + in_tile - 1) / in_tile * in_tile : rows;  // filled up with zeros
-    const auto alone = [](const uint8_t* matrix) { return Block(matrix, 0).kind.scales == HALF; };
-    const int shared = std::all_of(matrices, matrices + count, alone) ? 1 : sharing(groups);  // where it saves work
-    const int64_t pairs = (groups + 1) / 2, spans = groups / shared;
-    std::vector<Span> of_spans(all * spans);
-    std::vector<Bytes> bytes(all * pairs);
-    const auto panel = [&](int64_t top) {
+    const int64_t pairs = (groups + 1) / 2;
+    bool is_used[2] = {};  // scales for 32 inputs, as weights of scales for 32 have; scales for up to 256
+    std::vector<Span> of_spans[2];
+    std::vector<Bytes> bytes[2];
+    const auto sharing_of = [&](int way) { return way ? sharing(groups) : 1; };
+    const auto way_of = [](const Kind& kind) { return kind.scales == HALF ? 0 : 1; };
+    for (int64_t matrix = 0; matrix < count; matrix++) is_used[way_of(Block(matrices[matrix], 0).kind)] = true;
+    for (int way = 0; way < 2; way++)
+        if (is_used[way]) of_spans[way].resize(all * groups / sharing_of(way)), bytes[way].resize(all * pairs);
+    const auto panel = [&](int64_t top, int way) {
+        const int shared = sharing_of(way);
         return Panel{
-            of_spans.data() + top * spans, bytes.data() + top * pairs, groups, std::min(PANEL, all - top), shared,
-            __builtin_ctz(shared), in_tile};
+            of_spans[way].data() + top * (groups / shared), bytes[way].data() + top * pairs, groups,
+            std::min(PANEL, all - top), shared, __builtin_ctz(shared), in_tile};
     };
     std::vector<Place> places;
     for (int64_t matrix = 0, first = 0; matrix < count; matrix++) {
@@ -707,10 +712,13 @@ void specinfer_packed_linear(
     }
 #pragma omp parallel num_threads(threads)
     {
+        for (int way = 0; way < 2; way++) {
+            const int64_t shared = sharing_of(way), spans = groups / shared;
 #pragma omp for schedule(static)
-        for (int64_t index = 0; index < rows * spans; index++) {
-            const int64_t row = index / spans, top = row / PANEL * PANEL;
-            round_states(states + index * shared * GROUP, panel(top), index % spans * shared, row - top);
+            for (int64_t index = 0; index < (is_used[way] ? rows * spans : 0); index++) {
+                const int64_t row = index / spans, top = row / PANEL * PANEL;
+                round_states(states + index * shared * GROUP, panel(top, way), index % spans * shared, row - top);
+            }
         }
         const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads(), blocks = places.size();
         const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
@@ -721,17 +729,18 @@ void specinfer_packed_linear(
             for (int64_t index = from; index < to; index++) {
                 const Place& place = places[index];
                 const Block block(place.matrix, place.number);
+                const int way = way_of(block.kind), shared = sharing_of(way);
                 if (in_tile && in_pairs != together(block.kind, shared) > 1)
                     in_tiles.reshape(shapes(in_tile, in_pairs = !in_pairs));
                 const MultiplyRows multiply = multiplication(block.kind, shared);
                 float* found = results + top * outputs + place.first;
                 if (place.outputs < BLOCK) {
                     float sums[PANEL * BLOCK];
-                    multiply(block, panel(top), some, sums, BLOCK);
+                    multiply(block, panel(top, way), some, sums, BLOCK);
                     for (int64_t row = 0; row < some; row++)
                         std::copy_n(sums + row * BLOCK, place.outputs, found + row * outputs);
                 } else {
-                    multiply(block, panel(top), some, found, outputs);
+                    multiply(block, panel(top, way), some, found, outputs);
                 }
             }
         }

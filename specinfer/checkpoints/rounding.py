@@ -31,8 +31,8 @@ WORTH = 0.5  # of the parameters must be in layers that are rounded
 def round_weights(model: PreTrainedModel, form: str) -> None:
     """Round the weights of a model's linear layers; all else becomes float32.
 
-    Packed matrices of as many bits or more are rounded a second time, others stay as they are.  Output embeddings keep 8 bits, and
-    so do input embeddings if they are the same.  Dense weights are released one by one.
+    Packed matrices of as many bits or more are rounded a second time, others stay as they are.  Output embeddings keep
+    8 bits, and so do input embeddings if they are the same.  Dense weights are released one by one.
 
     Args:
         model: on a CPU; it is changed.

@@ -1,5 +1,6 @@
 """Memory: how much is free, and large pages of it.  Knows: the system.  Does not know: what takes memory."""
 
+import ctypes
 import mmap
 from contextlib import suppress
 from math import inf
@@ -24,6 +25,12 @@ def free_bytes(device: torch.device = torch.device("cpu")) -> float:  # noqa: B0
         return next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return inf
+
+
+def give_back() -> None:
+    """Let the system take back the memory that was needed for a while: glibc keeps it otherwise."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class LargePages:
