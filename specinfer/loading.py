@@ -224,9 +224,9 @@ def rounding_pays(device: str | torch.device) -> bool:
 
 def _rounded(loaded: Loaded, form: str | None) -> Loaded:
     """Return a model after its weights are rounded, if they are to be."""
-    from specinfer.checkpoints.rounding import round_weights
-
     if form is not None:
+        from specinfer.checkpoints.rounding import round_weights
+
         round_weights(loaded.model, form)
     return loaded
 
