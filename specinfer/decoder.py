@@ -196,9 +196,8 @@ class SpeculativeDecoder:
             device_map, max_memory, offload_folder: where the target's layers go: see `loading.load`.  Drafts are in
                 memory.
             tensor_parallel: processes that the target is spread over; drafts are whole in each.  See `loading.load`.
-            quantize: "int8" or "int4" rounds the weights of the target, and of drafts that are models, to 8 or 4 bits,
-                on a CPU.  The rounded target is the target then.  See `loading.load`.  Without it, and without a
-                dtype, language models named as drafts are rounded to 4 bits where their passes are faster so.
+            quantize: "int8" or "int4" rounds the target, and drafts that are models, to 8 or 4 bits: see `loading.load`.
+                Without it and without a dtype, models named as drafts have 4 bits where that is faster, on a CPU.
             **model_kwargs: further options of transformers' `from_pretrained`, for the target.
 
         Raises:
