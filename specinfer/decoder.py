@@ -196,7 +196,7 @@ class SpeculativeDecoder:
             device_map, max_memory, offload_folder: where the target's layers go: see `loading.load`.  Drafts are in
                 memory.
             tensor_parallel: processes that the target is spread over; drafts are whole in each.  See `loading.load`.
-            quantize: "int8" or "int4" rounds the target, and drafts that are models, to 8 or 4 bits: see `loading.load`.
+            quantize: "int8" or "int4" rounds the target, and drafts that are models, to so many bits (`loading.load`).
                 Without it and without a dtype, models named as drafts have 4 bits where that is faster, on a CPU.
             **model_kwargs: further options of transformers' `from_pretrained`, for the target.
 
