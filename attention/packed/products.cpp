@@ -128,6 +128,15 @@ INLINE Integers add_products(Integers sum, Words numbers, uint32_t four) {
     return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)numbers, _mm512_set1_epi32(four));
 #elif defined(__AVXVNNI__)
     return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)numbers, _mm256_set1_epi32(four));
+#elif defined(__AVX512BW__)
+    const __m512i weights = (__m512i)numbers, states = _mm512_set1_epi32(four);
+    if constexpr (BITS < 8) {  // else sums of pairs need more than 16 bits
+        const __m512i pairs = _mm512_maddubs_epi16(weights, states);
+        return sum + (Integers)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+    }
+    const __m512i even = _mm512_and_si512(weights, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(weights, 8);
+    const __m512i first = _mm512_srai_epi16(_mm512_slli_epi16(states, 8), 8), second = _mm512_srai_epi16(states, 8);
+    return sum + (Integers)_mm512_madd_epi16(even, first) + (Integers)_mm512_madd_epi16(odd, second);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
     const __m256i weights = (__m256i)numbers, states = _mm256_set1_epi32(four);
     if constexpr (BITS < 8) {  // else sums of pairs need more than 16 bits
