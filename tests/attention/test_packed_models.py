@@ -25,8 +25,6 @@ from specinfer.training import Recipe, distill
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}  # K formats have blocks of 256 inputs
 MIX, OTHER_MIX = ("Q4_K", "Q6_K"), ("Q8_0", "128 inputs, minima", "IQ4_XS", "256 inputs, 8 bits", "Q3_K")
 
-pytestmark = pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
-
 
 def packed_llama(kinds: tuple[str, ...] = MIX) -> Any:
     """A tiny llama whose matrices are random ones of some kinds, in turns; its embeddings are its output matrix.
@@ -53,6 +51,8 @@ def packed_llama(kinds: tuple[str, ...] = MIX) -> Any:
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A cache folder with a package of the model."""
+    if products.library() is None:
+        pytest.skip("no C++ compiler")
     folder, patch = tmp_path_factory.mktemp("cache"), pytest.MonkeyPatch()
     patch.setenv("SPECINFER_CACHE", str(folder))
     made = SpeculativeDecoder(packed_llama(), byte_tokenizer(), [], TREE, compile=True)

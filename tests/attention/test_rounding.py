@@ -139,12 +139,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    if products.library() is None:
+        pytest.skip("no C++ compiler")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPECINFER_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
-@pytest.mark.skipif(products.library() is None, reason="no C++ compiler")
 def test_texts_are_the_rounded_models_own_compiled_and_not(folder: Path, cache: None) -> None:
     made = SpeculativeDecoder.from_pretrained(str(folder), [str(folder)], quantize="int4", compile=True)
     assert made.passes == "passes: compiled"
