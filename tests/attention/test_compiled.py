@@ -802,8 +802,9 @@ def test_what_does_not_export_runs_plain_and_says_why(tmp_path: Path, monkeypatc
     made = decoder(model, compile=True)
     assert "cannot be compiled" in made.passes
     assert ids(made) == ids(decoder(model, compile=False))
-    flexible = build("llama", attention="flex_attention")
-    assert "flex attention" in SpeculativeDecoder(flexible, None, ["ngram"], TREE, compile=True).passes
+    flexible = TreeModel(build("llama", attention="flex_attention"))
+    equip(flexible, (), True)
+    assert "flex attention" in flexible.ways.missing
 
 
 def test_the_command_lists_uses_and_removes(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
