@@ -21,6 +21,7 @@ from torch._inductor import config as inductor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specinfer import TokenTree, check_model, cli
+from specinfer.attention.torch_private import COMPILER_OPTIONS
 from specinfer.engine.draft import Draft, DraftSession
 from specinfer.tree import Draw, Forest, Policy
 
@@ -29,6 +30,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # a thread for each worker and for what
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 inductor.aot_inductor.compile_wrapper_opt_level = "O0"  # of compiled passes, kernels alone need to be fast
+COMPILER_OPTIONS["aot_inductor.precompile_headers"] = True  # many packages are made: torch's headers are read once ...
+inductor.cpp_cache_precompile_headers = False  # ... but `torch.compile` makes one kernel, of flex attention
 
 VOCAB = 264  # of the tiny target: 256 bytes, two special tokens, and padding beyond the tokenizer's table
 EOS_TEXT, PAD_TEXT = 256, 257
