@@ -255,7 +255,8 @@ class Acceptance:
 
     def along(self, draft: int, depth: int) -> float:
         """Return the factor for the probabilities of a draft's paths down to a depth."""
-        return prod(self.edge(draft, at) for at in range(1, depth + 1))
+        factors = [self.edge(draft, at) for at in range(1, min(depth, DEPTHS) + 1)]
+        return prod(factors + factors[DEPTHS - 1 :] * (depth - DEPTHS))
 
     def family(self, draft: int, depth: int) -> float:
         """Return how often a child of an accepted node of a depth is accepted."""
