@@ -1,6 +1,6 @@
 """Targets in several processes: the same ids as in one, decisions that agree, and errors in the place of endless waits.
 
-Run as a program, this file starts the processes, as copies of one that has imported everything; `JOBS` is what they do.
+The processes are copies of this one, which has imported everything; `JOBS` is what they do.
 """
 
 import json
@@ -14,6 +14,7 @@ import threading
 import time
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,7 @@ def start(folder, job, patience):
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), PATIENCE: str(patience)}
 
     def run(number):
+        torch.set_num_threads(1)  # those of the pool are not copied
         os.environ.update(variables, RANK=str(number))
         job(folder)
 
@@ -248,15 +250,22 @@ def start(folder, job, patience):
 
 
 def start_all(folder):
-    """Do all jobs at once; those who are left by the second process end, and it is ended with this one."""
+    """Do all jobs at once, in copies of this process, and kill those who are left by the second process in the end."""
     started = {name: start(folder, *job) for name, job in JOBS.items()}
-    for process in [*started.pop("main"), *(first for first, _ in started.values())]:
-        process.join(LIMIT)
-        assert process.exitcode == 0
+    lasting = [*started["main"], *(started[how][0] for how in LOST)]
+    try:
+        for process in lasting:
+            process.join(LIMIT)
+            assert process.exitcode == 0
+    finally:
+        for process in chain(*started.values()):
+            process.kill()
+            process.join()
 
 
-def ended(*command):
-    """Run a command; return its exit code, output and errors, and kill what is left."""
+def launched(*program):
+    """Run a program in two processes by torchrun; return exit code, output and errors of all of them."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(sys.path),
@@ -264,7 +273,7 @@ def ended(*command):
         "CUDA_VISIBLE_DEVICES": "",
     }
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-    started = subprocess.Popen([sys.executable, *map(str, command)], env=environment, **pipes)
+    started = subprocess.Popen([*launcher, *map(str, program)], env=environment, **pipes)
     try:
         out, err = started.communicate(timeout=LIMIT)
         return started.returncode, out, err
@@ -272,11 +281,6 @@ def ended(*command):
         with suppress(ProcessLookupError):
             os.killpg(started.pid, signal.SIGKILL)
         started.communicate()
-
-
-def launched(*program):
-    """Run a program in two processes by torchrun; return exit code, output and errors of all of them."""
-    return ended("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, *program)
 
 
 @pytest.fixture(scope="module")
@@ -291,8 +295,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def outcomes(folder):
     """What both processes found."""
-    code, _, err = ended(__file__, folder)
-    assert code == 0, err[-4000:]
+    start_all(folder)
     return [json.loads((folder / f"{number}.json").read_text()) for number in range(2)]
 
 
@@ -473,7 +476,3 @@ def test_bad_numbers_are_refused(folder, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(RankError, match="SPECINFER_RANKS_TIMEOUT='soon' is not a number of seconds"):
         loading.load(folder, "float32", "cpu", tensor_parallel=2)
-
-
-if __name__ == "__main__":
-    start_all(sys.argv[1])
