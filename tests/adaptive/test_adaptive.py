@@ -416,6 +416,16 @@ def test_rates_are_recovered(rate, depth):
     assert acceptance.edge(0, depth) == pytest.approx(rate, rel=0.2)
 
 
+def test_the_rate_of_the_third_level_is_that_of_all_below():
+    acceptance = Acceptance()
+    for depth, rate in enumerate((0.9, 0.8, 0.5), 1):
+        learnt = acceptance.edges[1, depth]
+        learnt.accepted = rate * learnt.expected
+    for depth, wanted in {2: 0.9 * 0.8, 3: 0.9 * 0.8 * 0.5, 6: 0.9 * 0.8 * 0.5**4}.items():
+        assert acceptance.along(0, depth) == pytest.approx(wanted)
+        assert acceptance.along(1, depth) == 1  # another draft's
+
+
 def test_without_experience_a_probability_is_taken_at_its_word():
     tree = family([0, 1, 2], np.log([0.5, 0.25, 0.2]))
     assert Acceptance().path(tree.nodes) == pytest.approx([1, 0.5, 0.25, 0.2])
