@@ -9,15 +9,27 @@ on a CPU, and names the one that a version of torch broke.  No other module uses
 them.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+
+if TYPE_CHECKING:
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.ir import IRNode
+    from torch._inductor.ir import TensorBox as Value
+    from torch._inductor.ir import _IntLike as Size
+    from torch._ops import OpOverloadPacket
+
+Module = TypeVar("Module", bound=nn.Module)
+P = ParamSpec("P")
 
 # Settings of Inductor, whose public way in (`torch.compile`) makes no packages.  Code uses as many threads as torch has
 # when it runs.  No header is compiled in advance, which pays only where many packages are made.
@@ -69,7 +81,7 @@ def direct_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in pairs if tensor is not None]
 
 
-def with_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> Any:
+def with_parameters(module: Module, values: Mapping[str, Tensor]) -> Module:
     """Return a copy of a module with other parameters, and all else shared.
 
     `copy.deepcopy` would copy the weights.  To register a parameter in a shallow copy would change the original.
@@ -79,7 +91,7 @@ def with_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> Any:
     return copied
 
 
-def forward_hooks(module: nn.Module) -> list[tuple[int, Any]]:
+def forward_hooks(module: nn.Module) -> list[tuple[int, object]]:
     """Return the hooks that a module calls before and after its forward, with their numbers.
 
     Torch uses each number once.  Hooks can be registered and removed in public, but not listed.
@@ -96,7 +108,7 @@ def global_forward_hooks() -> list[int]:
 # ---- exported graphs ----
 
 
-def sizes_may_be_one() -> AbstractContextManager[Any]:
+def sizes_may_be_one() -> AbstractContextManager[object]:
     """Return the context in which `torch.export` treats 1 as a size like others.
 
     Without it, an exported graph holds for 1 only, or for all sizes but 1.  No argument of ``export`` says so.
@@ -189,7 +201,7 @@ def compile_kernels(graph: fx.GraphModule, path: Path) -> None:
 
     for node in graph.graph.nodes:
         node.meta["example_value"] = node.meta.get("val")  # whose sizes are symbols: the code is for all sizes
-    inputs: Any = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         standalone_compile(graph, inputs, dynamic_shapes="from_graph").save(path=str(path), format="binary")
 
@@ -226,46 +238,46 @@ def load_package(path: Path, device: torch.device) -> Callable[[list[Tensor]], l
 # function in Python or as kernels in Triton (`torch.library`); a package on a CPU can call neither.
 
 
-def lowering(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def lowering(operator: OpOverloadPacket) -> Callable[[Callable[P, Value]], Callable[P, Value]]:
     """Return a decorator of what compiles an operator: a function from values, numbers and strings to a value."""
     from torch._inductor.lowering import register_lowering
 
     return register_lowering(operator, type_promotion_kind=None)
 
 
-def sizes_of(value: Any) -> list[Any]:
+def sizes_of(value: IRNode) -> list[Size]:
     """Return a value's shape, of numbers and symbols."""
     return [*value.get_size()]
 
 
-def reshaped(value: Any, sizes: Sequence[Any]) -> Any:
+def reshaped(value: Value, sizes: Sequence[Size]) -> Value:
     """Return a value in another shape, in which one size may be -1."""
     from torch._inductor.lowering import view
 
     return view(value, [*sizes])
 
 
-def in_memory(value: Any) -> Any:
+def in_memory(value: IRNode) -> IRNode:
     """Return a value that is computed into memory of its own, or is an input; its strides are as they come."""
     from torch._inductor import ir
 
     return ir.ExternKernel.realize_input(value)
 
 
-def contiguous(value: Any) -> Any:
+def contiguous(value: IRNode) -> IRNode:
     """Return the same, contiguous."""
     from torch._inductor import ir
 
     return ir.ExternKernel.require_contiguous(in_memory(value))
 
 
-def with_contiguous_rows(value: Any) -> Any:
+def with_contiguous_rows(value: IRNode) -> IRNode:
     """Return the same, contiguous unless its last dimension already is."""
     given = in_memory(value)
     return given if given.get_stride()[-1] == 1 else contiguous(given)
 
 
-def packed_product(states: Any, packed: Any, like: Any, bias: Any) -> Any:
+def packed_product(states: Value, packed: Value, like: Value, bias: Value | None) -> Value:
     """Return states (M, K) times a weight (N, K) that `pack_weight` packed, plus a bias (N,) or None: (M, N).
 
     MKL's product takes any number of states, whatever number its weight was packed for.  Torch's operator compares the
@@ -273,24 +285,23 @@ def packed_product(states: Any, packed: Any, like: Any, bias: Any) -> Any:
     """
     from torch._inductor import ir, mkldnn_ir
 
-    given = in_memory(states)
-    bias = bias if bias is None else in_memory(bias)
+    given, added = in_memory(states), None if bias is None else in_memory(bias)
     if states.get_dtype() == torch.float32:
         given = contiguous(given)
-        result = mkldnn_ir.MKLPackedLinear.create(given, packed, like, bias, sizes_of(given)[0])
+        result = mkldnn_ir.MKLPackedLinear.create(given, packed, like, added, sizes_of(given)[0])
     else:
-        result = mkldnn_ir.LinearUnary.create(given, packed, bias, "none", [], "")
+        result = mkldnn_ir.LinearUnary.create(given, packed, added, "none", [], "")
     return ir.TensorBox.create(result)
 
 
 def call_of_header(
     header: Path,
     function: str,
-    inputs: Sequence[Any],
-    sizes: Sequence[Any],
+    inputs: Sequence[IRNode],
+    sizes: Sequence[Size],
     constants: Sequence[float] = (),
-    strides: Sequence[Any] | None = None,
-) -> Any:
+    strides: Sequence[Size] | None = None,
+) -> Value:
     """Return the float32 value that a function of a C++ header fills; the header becomes a part of the compiled code.
 
     Args:
@@ -305,10 +316,10 @@ def call_of_header(
     from torch._inductor import ir
 
     class Call(ir.ExternKernelOut):
-        def codegen(self, wrapper: Any) -> None:
+        def codegen(self, wrapper: PythonWrapperCodegen) -> None:
             wrapper.include_extra_header(str(header))
             super().codegen(wrapper)
 
-    device: Any = inputs[0].get_device()
-    layout = ir.FixedLayout(device, torch.float32, [*sizes], None if strides is None else [*strides])
+    wanted = [*sizes], None if strides is None else [*strides]
+    layout = ir.FixedLayout(inputs[0].get_device_or_error(), torch.float32, *wanted)
     return ir.TensorBox.create(Call(layout, [*inputs], tuple(constants), cpp_kernel_name=function))

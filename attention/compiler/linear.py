@@ -20,9 +20,11 @@ tolerate states of 8 bits: a few of their states are a thousand times as large a
 of integers are packed by another layout: see `packed.layout`.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -40,6 +42,9 @@ from specinfer.attention.torch_private import (
     reshaped,
     sizes_of,
 )
+
+if TYPE_CHECKING:
+    from specinfer.attention.torch_private import Size, Value
 
 ROUNDED_STATES = "bf16_states"  # of models; it is the graph that rounds, and its weights are packed as bf16
 IN_FLOAT32 = ("bf16", ROUNDED_STATES, "rounded", "dynamic_int8")  # in these passes are float32, whatever the weights
@@ -196,13 +201,13 @@ def teach_compiler() -> None:
     """
 
     @lowering(torch.ops.specinfer.linear)
-    def lower(states: Any, like: Any, packed: Any, bias: Any) -> Any:
+    def lower(states: Value, like: Value, packed: Value, bias: Value | None) -> Value:
         *before, size = sizes_of(states)
         product = packed_product(reshaped(states, [-1, size]), packed, like, bias)
         return reshaped(product, [*before, sizes_of(like)[0]])
 
     @lowering(torch.ops.specinfer.linear_blocks)
-    def lower_blocks(states: Any, packed: Any, outputs: Any, form: str) -> Any:
+    def lower_blocks(states: Value, packed: Value, outputs: Size, form: str) -> Value:
         *before, size = sizes_of(states)
         flat = contiguous(reshaped(states, [-1, size]))
         function = f"linear_{'bf16' if form == 'rounded' else form}"
@@ -210,14 +215,14 @@ def teach_compiler() -> None:
         return reshaped(product, [*before, outputs])
 
     @lowering(torch.ops.specinfer.packed_linear)
-    def lower_packed(states: Any, packed: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    def lower_packed(states: Value, packed: Sequence[Value], outputs: Sequence[Size]) -> Value:
         *before, size = sizes_of(states)
         flat, width = contiguous(reshaped(states, [-1, size])), sum(outputs)
         inputs = [flat, *map(in_memory, packed)]
         return reshaped(kernels.call("packed", "packed_linear", inputs, [sizes_of(flat)[0], width]), [*before, width])
 
     @lowering(torch.ops.specinfer.packed_rows)
-    def lower_rows(rows: Any, packed: Any, inputs: int) -> Any:
+    def lower_rows(rows: Value, packed: Value, inputs: int) -> Value:
         flat = contiguous(reshaped(rows, [-1]))
         found = kernels.call("packed", "packed_rows", [flat, in_memory(packed)], [sizes_of(flat)[0], inputs])
         return reshaped(found, [*sizes_of(rows), inputs])

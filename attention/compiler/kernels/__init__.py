@@ -3,11 +3,16 @@
 Knows: where the headers are, and what their functions are called.  Does not know: what kernels compute.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from specinfer.attention.torch_private import call_of_header
+
+if TYPE_CHECKING:
+    from specinfer.attention.torch_private import IRNode, Size, Value
 
 FOLDER = Path(__file__).parent
 
@@ -20,11 +25,11 @@ def source() -> str:
 def call(
     header: str,
     function: str,
-    inputs: Sequence[Any],
-    sizes: Sequence[Any],
+    inputs: Sequence[IRNode],
+    sizes: Sequence[Size],
     constants: Sequence[float] = (),
-    strides: Sequence[Any] | None = None,
-) -> Any:
+    strides: Sequence[Size] | None = None,
+) -> Value:
     """Return the value that a function of a header fills, as `call_of_header` does.
 
     Args:
