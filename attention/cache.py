@@ -21,7 +21,7 @@ from functools import cache, partial
 from itertools import chain, pairwise
 from math import prod
 from operator import add
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -94,7 +94,7 @@ class TreeLayer(CacheLayerMixin):
         """Take the buffers as they are now."""
         self.keys, self.values = (stack.data[index] for stack, index in self.stacks)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write (rows, heads, T, dim) states into the staged slots; return views of all slots in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

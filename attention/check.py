@@ -8,12 +8,12 @@ Does not know: model families; nothing is decided by name.
 from collections.abc import Sequence
 from math import inf, nan
 from threading import RLock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from specinfer.attention.compiler.watch import Watch
 from specinfer.attention.forward import autocast_dtype, checked_model
@@ -46,11 +46,12 @@ class ModelCheck(NamedTuple):
     error: float  # largest error of a node's logits over the spread of the logits; NaN if none was measured
 
 
-_checked: WeakKeyDictionary[Any, tuple[Watch, str, ModelCheck]] = WeakKeyDictionary()  # with the types computed in
+# with the types computed in
+_checked: WeakKeyDictionary[PreTrainedModel, tuple[Watch, str, ModelCheck]] = WeakKeyDictionary()
 _lock = RLock()
 
 
-def check_model(model: Any) -> ModelCheck:
+def check_model(model: PreTrainedModel) -> ModelCheck:
     """Run a six-node tree through a model and compare each node with a plain pass over its path.
 
     Two ragged rows are scored, pruned to a path that is not contiguous in the cache, and scored again; the last time
@@ -75,13 +76,13 @@ def check_model(model: Any) -> ModelCheck:
         return _known(model) or _checked_now(model)
 
 
-def _known(model: Any) -> ModelCheck | None:
+def _known(model: PreTrainedModel) -> ModelCheck | None:
     """Return the kept result, None if the model has changed since."""
     watch, types, check = _checked.get(model, (None, "", None))
     return None if watch is None or types != _types(model) or watch.changed(model) else check
 
 
-def _checked_now(model: Any) -> ModelCheck:
+def _checked_now(model: PreTrainedModel) -> ModelCheck:
     dtype = _types(model)
     watch, file = Watch(model), None if " in " in dtype else verdict_file(model)
     known = read_verdict(file) if file else None
@@ -96,13 +97,13 @@ def _checked_now(model: Any) -> ModelCheck:
     return check
 
 
-def _types(model: Any) -> str:
+def _types(model: PreTrainedModel) -> str:
     """Return the type of a model's weights, and the one that autocast computes in, if it does."""
     types = [model.dtype, autocast_dtype(device_of(model), model.dtype)]
     return " in ".join(str(dtype).removeprefix("torch.") for dtype in types if dtype)
 
 
-def _classify(model: Any) -> Verdict:
+def _classify(model: PreTrainedModel) -> Verdict:
     try:
         tree_model = TreeModel(model)
     except UnsupportedModel as error:
@@ -180,7 +181,7 @@ def _remembers(model: TreeModel, tolerance: float) -> bool:
     return 0 < changed < inf and (changed > LEAKING * tolerance or not all(map(torch.equal, *left)))
 
 
-def _read(model: TreeModel, tokens: Tensor, first: int = 0, cache: Any = None) -> tuple[Tensor, Any]:
+def _read(model: TreeModel, tokens: Tensor, first: int = 0, cache: object = None) -> tuple[Tensor, object]:
     """Read a row's tokens from a position on: logits (1, N, V), and the cache, an empty one if none is returned."""
     inputs = {"input_ids": tokens[None], model.cache_name: cache}
     if model.takes_positions:

@@ -30,7 +30,7 @@ from specinfer.tree import TokenTree
 PREFILL_CHUNK = 512  # the most prompt tokens of a row that one pass reads on a CPU ...
 PREFILL_TOKENS = 4096  # ... and of all rows: this bounds memory, and on a CPU larger passes are slower
 
-_training: weakref.WeakKeyDictionary[Any, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
+_training: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, list[torch.nn.Module]]] = weakref.WeakKeyDictionary()
 _modes = Lock()
 
 
@@ -218,7 +218,7 @@ class TreeModel(Forward):
         graphed: the caches that graphs read; they outlive sessions.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self.graphed = GraphedCaches()
         self.ways = Ways(StatefulPass() if self.stateful else PlainPass())

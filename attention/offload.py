@@ -99,18 +99,18 @@ def resident(module: Any) -> Any:
     return held
 
 
-def its_turn(model: nn.Module) -> AbstractContextManager[Any]:
+def its_turn(model: nn.Module) -> AbstractContextManager[object]:
     """Return what lets one thread at a time run a model that hooks run: they keep weights in its modules."""
     return _turns.setdefault(model, RLock()) if is_dispatched(model) else nullcontext()
 
 
-def _hooks(module: Any) -> Iterator[Any]:
+def _hooks(module: object) -> Iterator[object]:
     """Yield a module's hooks; several are in a sequence."""
     hook = getattr(module, "_hf_hook", None)
     yield from getattr(hook, "hooks", () if hook is None else (hook,))
 
 
-def _execution_devices(module: Any) -> Iterator[torch.device]:
+def _execution_devices(module: object) -> Iterator[torch.device]:
     """Yield where a module executes, if its hooks say so."""
     for hook in _hooks(module):
         if (device := getattr(hook, "execution_device", None)) is not None:

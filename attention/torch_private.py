@@ -16,20 +16,19 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
 if TYPE_CHECKING:
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-    from torch._inductor.ir import IRNode
-    from torch._inductor.ir import TensorBox as Value
-    from torch._inductor.ir import _IntLike as Size
+    from torch._inductor.ir import IRNode, _IntLike
     from torch._ops import OpOverloadPacket
 
 Module = TypeVar("Module", bound=nn.Module)
 P = ParamSpec("P")
+Value: TypeAlias = "IRNode"  # a tensor that compiled code will compute
+Size: TypeAlias = "_IntLike"  # a number or a symbol
 
 # Settings of Inductor, whose public way in (`torch.compile`) makes no packages.  Code uses as many threads as torch has
 # when it runs.  No header is compiled in advance, which pays only where many packages are made.
@@ -234,7 +233,7 @@ def load_package(path: Path, device: torch.device) -> Callable[[list[Tensor]], l
 
 # ---- the compiler: how an operator is compiled ----
 #
-# A value stands for a tensor that compiled code will compute.  In public, an operator can be given to Inductor as a
+# A `Value` stands for a tensor that compiled code will compute.  In public, an operator can be given to Inductor as a
 # function in Python or as kernels in Triton (`torch.library`); a package on a CPU can call neither.
 
 
@@ -245,33 +244,33 @@ def lowering(operator: OpOverloadPacket) -> Callable[[Callable[P, Value]], Calla
     return register_lowering(operator, type_promotion_kind=None)
 
 
-def sizes_of(value: IRNode) -> list[Size]:
+def sizes_of(value: Value) -> list[Size]:
     """Return a value's shape, of numbers and symbols."""
     return [*value.get_size()]
 
 
-def reshaped(value: Value, sizes: Sequence[Size]) -> Value:
+def reshaped(value: Any, sizes: Sequence[Size]) -> Value:
     """Return a value in another shape, in which one size may be -1."""
     from torch._inductor.lowering import view
 
     return view(value, [*sizes])
 
 
-def in_memory(value: IRNode) -> IRNode:
+def in_memory(value: Value) -> Value:
     """Return a value that is computed into memory of its own, or is an input; its strides are as they come."""
     from torch._inductor import ir
 
     return ir.ExternKernel.realize_input(value)
 
 
-def contiguous(value: IRNode) -> IRNode:
+def contiguous(value: Value) -> Value:
     """Return the same, contiguous."""
     from torch._inductor import ir
 
     return ir.ExternKernel.require_contiguous(in_memory(value))
 
 
-def with_contiguous_rows(value: IRNode) -> IRNode:
+def with_contiguous_rows(value: Value) -> Value:
     """Return the same, contiguous unless its last dimension already is."""
     given = in_memory(value)
     return given if given.get_stride()[-1] == 1 else contiguous(given)
@@ -297,7 +296,7 @@ def packed_product(states: Value, packed: Value, like: Value, bias: Value | None
 def call_of_header(
     header: Path,
     function: str,
-    inputs: Sequence[IRNode],
+    inputs: Sequence[Value],
     sizes: Sequence[Size],
     constants: Sequence[float] = (),
     strides: Sequence[Size] | None = None,
@@ -316,10 +315,9 @@ def call_of_header(
     from torch._inductor import ir
 
     class Call(ir.ExternKernelOut):
-        def codegen(self, wrapper: PythonWrapperCodegen) -> None:
+        def codegen(self, wrapper: Any) -> None:
             wrapper.include_extra_header(str(header))
             super().codegen(wrapper)
 
-    wanted = [*sizes], None if strides is None else [*strides]
-    layout = ir.FixedLayout(inputs[0].get_device_or_error(), torch.float32, *wanted)
+    layout = ir.FixedLayout(inputs[0].get_device_or_error(), torch.float32, [*sizes], strides and [*strides])
     return ir.TensorBox.create(Call(layout, [*inputs], tuple(constants), cpp_kernel_name=function))

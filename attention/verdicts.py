@@ -49,8 +49,8 @@ def verdict_file(model: nn.Module) -> Path | None:
         return None
     sources = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(__file__).parent.rglob("*.py"))]
     parts = [sources, torch.__version__, transformers.__version__, machine(next(model.parameters()).device)]
-    parts += [str(model.dtype), [*functions], architecture(model)]
-    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+    whole = [*parts, str(model.dtype), [*functions], architecture(model)]
+    digest = hashlib.sha256(json.dumps(whole).encode()).hexdigest()
     with suppress(RuntimeError):  # no home
         return cache_folder() / "checked" / f"{type(model).__name__}-{digest[:16]}.json"
     return None

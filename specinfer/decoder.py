@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, TypeGuard, Unpack, cast, overload
 
 import torch
-from transformers import GenerationConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer, GenerationConfig
 
 from specinfer import loading
 from specinfer.adaptive.policy import Auto
@@ -127,8 +128,8 @@ class SpeculativeDecoder:
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any = None,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         drafts: Sequence[object] | str = "auto",
         tree: Policy | str | None = "auto",
         *,
@@ -142,7 +143,8 @@ class SpeculativeDecoder:
         self.notes: list[str] = []
         gate = plain(confidence_gate)
         _check_arguments(model, tokenizer, gate)
-        self.target, self.tokenizer, self.confidence_gate = TreeModel(model), tokenizer, gate
+        self.target, self.confidence_gate = TreeModel(model), gate
+        self.tokenizer: Any = tokenizer
         self.graphs = checked_flag("graphs", graphs)
         policy, share = _as_policy(tree), checked_share(online)
         self.verifier, self.memory = chosen_verifier(verifier, policy.kind), checked_memory(memory)
@@ -162,10 +164,10 @@ class SpeculativeDecoder:
                 self.notes.append(f"tree={suited}: {draft.name} has nodes that must not be cut")
         self.verifier.check(self.policy.kind)
         self.aux_layers = sorted({layer for draft in self.drafts for layer in draft.aux_layers})
-        for model in self.networks:
-            is_head = model is not self.target and hasattr(model.model, "pass_inputs")
-            aux_layers = self.aux_layers if model is self.target else [0] if is_head else []
-            equip(model, aux_layers, plain(compile), rounded=is_head)
+        for network in self.networks:
+            is_head = network is not self.target and hasattr(network.model, "pass_inputs")
+            aux_layers = self.aux_layers if network is self.target else [0] if is_head else []
+            equip(network, aux_layers, plain(compile), rounded=is_head)
         release_workers()  # another thread may decode
 
     @classmethod
@@ -279,7 +281,7 @@ class SpeculativeDecoder:
         self,
         prompt: Prompt = None,
         *,
-        streamer: Any = None,
+        streamer: BaseStreamer | None = None,
         keep_stop_string: bool = True,
         max_rows: int = MAX_ROWS,
         num_return_sequences: int | None = None,
@@ -521,13 +523,13 @@ class SpeculativeDecoder:
     ) -> list[Score]: ...
 
     @overload
-    def score(self, prompt: Prompt, continuation: Any, **options: Unpack[ScoreOptions]) -> Any: ...
+    def score(self, prompt: Prompt, continuation: object, **options: Unpack[ScoreOptions]) -> Any: ...
 
     @spelled_out
     def score(
         self,
         prompt: Prompt,
-        continuation: Any,
+        continuation: object,
         *,
         raw: bool = False,
         max_rows: int = MAX_ROWS,

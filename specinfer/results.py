@@ -266,7 +266,7 @@ class Result(Displayed):
     seed: int | None
     stats: Stats
     steps: list[Step] = field(repr=False)
-    made_by: Mapping[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    made_by: Mapping[str, object] = field(default_factory=dict, repr=False, compare=False)
     tokenizer: Tokenizer | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -10,22 +10,16 @@ Models copy a key for every query that reads it (transformers' `repeat_kv`).  Ne
     grouped         everywhere else: torch's attention, with the queries that share a key as one
 """
 
-from __future__ import annotations
-
 import operator
 from functools import cache
 from math import sqrt
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specinfer.attention.compiler import kernels
-from specinfer.attention.torch_private import contiguous, lowering, sizes_of, with_contiguous_rows
-
-if TYPE_CHECKING:
-    from specinfer.attention.torch_private import Value
+from specinfer.attention.torch_private import Value, contiguous, lowering, sizes_of, with_contiguous_rows
 
 aten = torch.ops.aten
 
@@ -150,7 +144,7 @@ def teach_compiler() -> None:
     """Tell Inductor how to call our kernel, which becomes a part of the compiled code."""
 
     @lowering(torch.ops.specinfer.attend)
-    def lower(queries: Value, keys: Value, values: Value, mask: Value, of_nodes: Value | None, scale: float) -> Value:
+    def lower(queries: Value, keys: Value, values: Value, mask: Value, of_nodes: "Value | None", scale: float) -> Value:
         rows, heads, nodes, _ = sizes_of(queries)
         size = sizes_of(values)[3]
         read = map(with_contiguous_rows, (keys, values))  # views of the cache are read where they are

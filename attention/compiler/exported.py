@@ -149,18 +149,8 @@ def export_pass(
     per_node, buffers = {**each, 1: nodes}, [{0: rows, 2: slots}] * len(example.keys)
     per_mask = {**each, 2: nodes, 3: kv_length}
     given, positions, extra = ([per_node] * len(part) for part in (example.rows, example.positions, example.extra))
-    shapes: Any = (
-        per_node,
-        given,
-        positions,
-        [per_mask] * len(example.masks),
-        per_node,
-        {0: kept},
-        {0: words},
-        buffers,
-        buffers,
-        extra,
-    )
+    masks = [per_mask] * len(example.masks)
+    shapes: Any = (per_node, given, positions, masks, per_node, {0: kept}, {0: words}, buffers, buffers, extra)
     exporting = partial(export, strict=False, prefer_deferred_runtime_asserts_over_guards=True)
     with torch.no_grad(), sizes_may_be_one():
         program = exporting(model, (example,), dynamic_shapes=(Tensors(*shapes),))

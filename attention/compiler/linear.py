@@ -20,11 +20,8 @@ tolerate states of 8 bits: a few of their states are a thousand times as large a
 of integers are packed by another layout: see `packed.layout`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -33,6 +30,8 @@ from torch.nn import functional
 from specinfer.attention.compiler import kernels
 from specinfer.attention.packed.products import is_x86
 from specinfer.attention.torch_private import (
+    Size,
+    Value,
     contiguous,
     has_packed_products,
     in_memory,
@@ -42,9 +41,6 @@ from specinfer.attention.torch_private import (
     reshaped,
     sizes_of,
 )
-
-if TYPE_CHECKING:
-    from specinfer.attention.torch_private import Size, Value
 
 ROUNDED_STATES = "bf16_states"  # of models; it is the graph that rounds, and its weights are packed as bf16
 IN_FLOAT32 = ("bf16", ROUNDED_STATES, "rounded", "dynamic_int8")  # in these passes are float32, whatever the weights
@@ -201,7 +197,7 @@ def teach_compiler() -> None:
     """
 
     @lowering(torch.ops.specinfer.linear)
-    def lower(states: Value, like: Value, packed: Value, bias: Value | None) -> Value:
+    def lower(states: Value, like: Value, packed: Value, bias: "Value | None") -> Value:
         *before, size = sizes_of(states)
         product = packed_product(reshaped(states, [-1, size]), packed, like, bias)
         return reshaped(product, [*before, sizes_of(like)[0]])

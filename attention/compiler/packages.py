@@ -18,7 +18,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import RLock
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,6 +34,7 @@ from specinfer.attention.packed.modules import is_packed
 from specinfer.attention.passes.compiled import RECORD, CompiledPass
 from specinfer.attention.torch_private import COMPILER_OPTIONS
 from specinfer.common.files import cache_folder, parse_json, storing, write_json
+from specinfer.common.records import Record
 from specinfer.errors import InputError, NotCompiled
 
 FORMAT = 9  # of packages; raised when their inputs change
@@ -43,7 +43,7 @@ MODES = ("auto", True, False)
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what reading a damaged record raises
 
 # by form and network, so weights are packed once
-_loaded: dict[str, WeakKeyDictionary[Any, CompiledPass]] = {form: WeakKeyDictionary() for form in FORMS}
+_loaded: dict[str, WeakKeyDictionary[torch.nn.Module, CompiledPass]] = {form: WeakKeyDictionary() for form in FORMS}
 _lock = RLock()
 
 
@@ -122,7 +122,7 @@ def _first(
     return None
 
 
-def packages() -> list[dict[str, Any]]:
+def packages() -> list[Record]:
     """Return the packages in the cache folder.
 
     Returns:
@@ -130,7 +130,7 @@ def packages() -> list[dict[str, Any]]:
         largest error when it was made and the limit that it was held to (see `check`), megabytes.  None stands for
         what is not known: the package is damaged, or of an older version.
     """
-    found: list[dict[str, Any]] = []
+    found: list[Record] = []
     for path in sorted(packages_folder().glob(f"*/{RECORD}")):
         found.append(dict.fromkeys(["package", "model", "is", "layers", "aux_layers", "error", "limit", "MB"]))
         found[-1] |= {"package": path.parent.name, "model": path.parent.name.rpartition("-")[0]}

@@ -127,12 +127,7 @@ class CompiledPass(TensorPass):
         self.packings += 1
         return ""
 
-    def _input(
-        self,
-        source: exported.Source,
-        weights: Mapping[str, Tensor],
-        packed: Mapping[Group, Tensor],
-    ) -> Tensor:
+    def _input(self, source: exported.Source, weights: Mapping[str, Tensor], packed: Mapping[Group, Tensor]) -> Tensor:
         if (source.kind, source.names) in packed:
             return packed[source.kind, source.names]
         dtype = DTYPES[source.dtype]

@@ -20,7 +20,6 @@ from copy import copy, deepcopy
 from itertools import chain, pairwise, zip_longest
 from math import exp, floor, inf, log2, sqrt
 from os import PathLike
-from typing import Any
 
 from torch import Tensor
 
@@ -68,7 +67,7 @@ class Auto(Policy):
         self,
         max_nodes: int | None = None,
         max_depth: int | None = None,
-        profile: dict[str, Any] | str | PathLike[str] | None = None,
+        profile: dict[str, object] | str | PathLike[str] | None = None,
     ) -> None:
         usual = BestFirst(*(MAX_NODES if size is None else size for size in (max_nodes, max_depth)))  # checks them
         self.max_nodes, self.max_depth = usual.max_nodes, usual.max_depth
@@ -117,7 +116,7 @@ class Auto(Policy):
         with self.lock:
             self._choose(rows)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Return what was learnt so far, JSON-ready: a profile.
 
         Raises:

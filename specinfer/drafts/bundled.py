@@ -5,7 +5,6 @@ Knows: their folder, and the fingerprints of their targets.  Does not know: how 
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -20,7 +19,7 @@ def bundled_drafts(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase |
     return map(HeadDraft.load, bundled_folders(target, tokenizer))
 
 
-def bundled_folders(target: Any, tokenizer: Any = None) -> Iterator[Path]:
+def bundled_folders(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[Path]:
     """Find the folders of the drafts for a target model, in the order they were trained.
 
     Args:

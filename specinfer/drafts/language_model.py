@@ -64,7 +64,7 @@ class ModelDraft(Draft):
             raise InputError(f"tokenizer={tokenizer!r:.60} has no vocabulary: give the draft's, or None")
         if name is not None:
             checked_names("name", name)
-        self.model = TreeModel(model)
+        self.model: TreeModel = TreeModel(model)
         self.tokenizer: Any = tokenizer
         self.tokens = tokens
         full = str(name or getattr(model.config, "_name_or_path", ""))

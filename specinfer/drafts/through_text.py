@@ -62,7 +62,7 @@ class ThroughTextDraft(ModelDraft):
         UnsupportedModel: a model that keeps states, from which no committed token can be taken back.
     """
 
-    def __init__(self, draft: ModelDraft, target: TreeModel, tokenizer: Any) -> None:
+    def __init__(self, draft: ModelDraft, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.model, self.name = TreeModel(draft.model.model), draft.name
         if self.model.stateful:
             problem = f"draft {self.name} has another tokenizer, so it must take back tokens, which it cannot"
@@ -74,7 +74,7 @@ class ThroughTextDraft(ModelDraft):
         shared = f"where tokens are asked for one by one, it proposes the {len(self.translation.shared)} that both know"
         self.notes = [f"draft {self.name}: another tokenizer; its text is cut into the target's tokens; {shared}"]
 
-    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> "ThroughTextDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> "ThroughTextDraft":
         """Return a draft bound to another decoder.
 
         Raises:

@@ -12,10 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from specinfer.attention import TreeModel
 from specinfer.engine.gumbel import Coupling
 from specinfer.engine.processors import Processors
 from specinfer.engine.store import Cached
@@ -143,7 +145,7 @@ class DraftSession(ABC):
         """
         return None
 
-    def join(self, other: Any) -> None:
+    def join(self, other: Self) -> None:
         """Take in the rows of another session of the same draft, after the own ones, between two steps."""
         raise InputError(f"rows cannot join a {type(self).__name__}: generate them in one call, or give it `join`")
 
@@ -189,7 +191,7 @@ class Draft(ABC):
     name: str
     aux_layers: Sequence[int] = ()
     notes: Sequence[str] = ()
-    model: Any = None
+    model: object = None
     agreements: Sequence[tuple[str, list[float]]] = ()
     is_whole: bool = False
 
@@ -197,11 +199,11 @@ class Draft(ABC):
     def open(self, context: DraftContext) -> DraftSession:
         """Start drafting for a batch of rows."""
 
-    def attach(self, target: Any, tokenizer: Any) -> Draft:
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> Draft:
         """Return the draft that runs for one decoder: a copy bound to its target, or itself.
 
         Args:
-            target: a `TreeModel`.
+            target: the decoder's.
             tokenizer: the target's, or None.
         """
         return self
@@ -232,6 +234,6 @@ class Draft(ABC):
             seconds: that the call took.
         """
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the settings, beside name and weights, that decide what it proposes, JSON-ready."""
         return {}

@@ -210,7 +210,7 @@ def target_name(decoder: Decoder) -> str:
     return Path(name).name if Path(name).exists() else name
 
 
-def _made_by(decoder: Decoder, row: Row, policy: Policy) -> dict[str, Any]:
+def _made_by(decoder: Decoder, row: Row, policy: Policy) -> dict[str, object]:
     """Return what made a row's text, in words and numbers."""
     return {
         "target": target_name(decoder),

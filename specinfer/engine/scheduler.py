@@ -20,7 +20,6 @@ from functools import partial
 from itertools import count
 from textwrap import shorten
 from threading import get_ident
-from typing import Any
 
 from specinfer.attention import TreeModel, autocast_as_now, resumed, running
 from specinfer.common.lock import Turns
@@ -374,7 +373,7 @@ class Scheduler:
             self._batch = Decoding(newcomers(0), newcomers, self._policy, store, self._as_called)
         return self._batch
 
-    def _newcomers(self, kind: Any, active: int) -> list[Request]:
+    def _newcomers(self, kind: object, active: int) -> list[Request]:
         """Take the first that wait, as long as they are of a kind and there is room beside active ones."""
         found: list[Request] = []
         while self._waiting and (self.max_rows is None or active + len(found) < self.max_rows):
@@ -383,7 +382,7 @@ class Scheduler:
             found.append(self._waiting.popleft())
         return found
 
-    def _kind(self, request: Request) -> Any:
+    def _kind(self, request: Request) -> object:
         """Return what requests that are decoded together have in common."""
         row, ranked = request.row, self._policy.kind is Kind.RANKED
         return bool(row.contrast.alpha), None if ranked else (row.sampling, row.options)

@@ -9,13 +9,12 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf, isfinite
 from time import monotonic
-from typing import Any
 from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import MaxTimeCriteria, StopStringCriteria
+from transformers import MaxTimeCriteria, PreTrainedTokenizerBase, StopStringCriteria
 
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.tensors import on_device
@@ -51,8 +50,8 @@ class Stopping:
         self,
         settings: GenerationSettings,
         budget: int,
-        device: Any = None,
-        tokenizer: Any = None,
+        device: torch.device | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         padding: Sequence[int] = (),
     ) -> None:
         self.eos, self.budget, self.device, self.padding = settings.eos, budget, device, padding
@@ -133,7 +132,7 @@ class Row:
         budget: int,
         seed: int,
         device: torch.device,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         draft_names: Sequence[str] = (),
         gate: float | None = None,
         processors: Processors | None = None,

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import accumulate, zip_longest
 from math import inf
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from specinfer.attention import TreeModel, TreeSession
 from specinfer.attention.model import PREFILL_CHUNK
@@ -81,12 +81,7 @@ class Drafting(Clocked):
         late: the last rows of the batch, if they join after the pass of this step.
     """
 
-    def __init__(
-        self,
-        draft: Draft,
-        context: DraftContext,
-        open: Callable[[Newcomers], "Drafting"],
-    ) -> None:
+    def __init__(self, draft: Draft, context: DraftContext, open: Callable[[Newcomers], "Drafting"]) -> None:
         self.session: DraftSession = draft.open(context)
         self.draft, self.open, self.proposing, self.late = draft, open, 0.0, Newcomers()
         self.inside = [True] * len(context.prompts)
@@ -136,7 +131,7 @@ class Drafting(Clocked):
         read = self.read(row, range(len(ids)))  # their number counts, and nothing is copied in every step
         return max(0, len(read.ids) - 1) if read else 0
 
-    def join(self, other: Any) -> None:
+    def join(self, other: Self) -> None:
         """Take in the rows of another session of the same draft, after the own ones."""
         if any(other.inside):
             self.session.join(other.session)

@@ -3,16 +3,10 @@
 Knows: where the headers are, and what their functions are called.  Does not know: what kernels compute.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from specinfer.attention.torch_private import call_of_header
-
-if TYPE_CHECKING:
-    from specinfer.attention.torch_private import IRNode, Size, Value
+from specinfer.attention.torch_private import Size, Value, call_of_header
 
 FOLDER = Path(__file__).parent
 
@@ -25,7 +19,7 @@ def source() -> str:
 def call(
     header: str,
     function: str,
-    inputs: Sequence[IRNode],
+    inputs: Sequence[Value],
     sizes: Sequence[Size],
     constants: Sequence[float] = (),
     strides: Sequence[Size] | None = None,

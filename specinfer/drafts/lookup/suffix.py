@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from copy import copy
 from itertools import takewhile
 from math import inf
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ def common(texts: Sequence[Sequence[int]]) -> list[int]:
     return [each[0] for each in takewhile(lambda each: len({*each}) == 1, zip(*texts, strict=False))]
 
 
-def with_memory(drafts: Sequence[object], memory: Memory | None) -> list[Any]:
+def with_memory(drafts: Sequence[Draft], memory: Memory | None) -> list[Draft]:
     """Return drafts of which the suffix drafts are copies with the memory.
 
     Raises:
