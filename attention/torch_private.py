@@ -5,8 +5,8 @@ Does not know: models, trees, passes, what its callers are for.
 
 Each function, or the heading of its group, says why no public one does.  All were tried with torch 2.11.0 and 2.13.0,
 the oldest and the newest version that ``pyproject.toml`` allows.  ``tests/attention/test_torch_private.py`` tries each
-on a CPU, and names the one that a version of torch broke.  No other module uses such names; the same tests look for
-them.
+on a CPU, and names the one that a version of torch broke.  No other module uses private names; the same tests look
+for them.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ P = ParamSpec("P")
 Value: TypeAlias = "IRNode"  # a tensor that compiled code will compute
 Size: TypeAlias = "_IntLike"  # a number or a symbol
 
-# Settings of Inductor, whose public way in (`torch.compile`) makes no packages.  Code uses as many threads as torch has
-# when it runs.  No header is compiled in advance, which pays only where many packages are made.
+# Settings of Inductor, whose public interface (`torch.compile`) makes no packages.  Code uses as many threads as torch
+# has when it runs.  No header is compiled in advance, which pays only where many packages are made.
 COMPILER_OPTIONS = {"cpp.dynamic_threads": True, "aot_inductor.precompile_headers": False}
 
 # ---- tensors and modules ----
@@ -51,7 +51,7 @@ def writes(tensor: Tensor) -> int:
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors of one type into others.
 
-    Torch does so in one launch of a GPU for its optimisers alone.
+    Torch has this in one GPU launch, but only for its optimisers.
     """
     torch._foreach_copy_(targets, sources)
 
@@ -150,7 +150,7 @@ def has_packed_products(dtype: torch.dtype) -> bool:
 def pack_weight(weight: Tensor, rows: int) -> Tensor:
     """Return a weight (N, K) in the order in which MKL (float32) or oneDNN (16 bits) reads it.
 
-    Inductor does so while it compiles, with weights that are a part of the code.  Nothing does in public.
+    Inductor packs weights while it compiles, if they are a part of the code.  Nothing public does.
 
     Args:
         weight: contiguous.
@@ -167,7 +167,7 @@ def pack_weight(weight: Tensor, rows: int) -> Tensor:
 def compile_package(graph: fx.GraphModule, path: Path) -> None:
     """Compile a graph, whose placeholders have example values in ``meta["val"]``, into a package.
 
-    Even the documented way in has a private name (``torch._inductor.aoti_compile_and_package``).  It takes exported
+    Even the documented function has a private name (``torch._inductor.aoti_compile_and_package``).  It takes exported
     programs only, whose weights become a part of the package.
 
     For a GPU the package holds kernels and the Python that launches them, which a CUDA graph does once.  Packages of
@@ -176,7 +176,7 @@ def compile_package(graph: fx.GraphModule, path: Path) -> None:
 
     Args:
         graph: with tensors as inputs and outputs.
-        path: of the package, a file.  On a CPU, what the compiler writes on its way is in the same folder; kernels for
+        path: of the package, a file.  On a CPU, what the compiler writes meanwhile is in the same folder; kernels for
             a GPU also stay in torch's own cache, which `CompiledArtifact` needs.
     """
     from torch._inductor import aot_compile
@@ -216,8 +216,8 @@ def load_kernels(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
 def load_package(path: Path, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]]:
     """Return the function that a package holds, from its graph's inputs to its outputs.
 
-    Even the documented way in has a private name (``torch._inductor.aoti_load_package``).  What it returns takes inputs
-    as the traced function did, and flattens them in every call.
+    Even the documented function has a private name (``torch._inductor.aoti_load_package``).  What it returns takes
+    inputs as the traced function did, and flattens them in every call.
 
     Args:
         path: of what `compile_package` wrote.
@@ -271,7 +271,7 @@ def contiguous(value: Value) -> Value:
 
 
 def with_contiguous_rows(value: Value) -> Value:
-    """Return the same, contiguous unless its last dimension already is."""
+    """Return the same, made contiguous unless its last dimension already is."""
     given = in_memory(value)
     return given if given.get_stride()[-1] == 1 else contiguous(given)
 

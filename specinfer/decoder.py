@@ -105,7 +105,7 @@ class SpeculativeDecoder:
             probability.  It is a published trick, for comparison; None, the default, is no gate.
         graphs: replay passes over a few tokens as CUDA graphs.  They are captured when a shape has come a few times,
             and kept, with the caches that they read, for later calls (docs/gpu.md).
-        compile: "auto" uses the passes that `specinfer compile` made for such models on this machine, if there are any.
+        compile: "auto" uses the passes that `specinfer compile` made for models like these on this machine, if any.
             True makes them, which takes minutes, once.  False runs the models as they are.  See `passes`.
         memory: a `Memory` of earlier texts, or the path of one, from which the suffix draft also proposes.  None, the
             default: a row drafts from its own text.
@@ -198,7 +198,7 @@ class SpeculativeDecoder:
             device_map, max_memory, offload_folder: where the target's layers go: see `loading.load`.  Drafts are in
                 memory.
             tensor_parallel: processes that the target is spread over; drafts are whole in each.  See `loading.load`.
-            quantize: "int8" or "int4" rounds the target, and drafts that are models, to so many bits (`loading.load`).
+            quantize: "int8" or "int4" rounds the target, and drafts that are models, to 8 or 4 bits (`loading.load`).
                 Without it and without a dtype, models named as drafts have 4 bits where that is faster, on a CPU.
             **model_kwargs: further options of transformers' `from_pretrained`, for the target.
 
@@ -609,7 +609,7 @@ class SpeculativeDecoder:
         return self._context(2)
 
     def _context(self, trees: int) -> float:
-        """Return the same where a step's tree may have as many nodes as so many trees of the policy."""
+        """Return the same where a step's tree may have as many nodes as several trees of the policy."""
         limit = self.target.position_limit() or inf
         return limit if self.target.takes_positions else limit - trees * self.policy.max_nodes  # these count padding
 

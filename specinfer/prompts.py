@@ -61,7 +61,7 @@ def read_objects(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield line numbers, from 1, and objects of a file of JSON lines; skip blank lines.
 
     Raises:
-        InputError: the file cannot be read; or at its end, naming lines that are no objects.
+        InputError: the file cannot be read; or, at its end, some lines are no objects: names them.
     """
     wrong = []
     for number, line in read_lines(path):

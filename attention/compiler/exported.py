@@ -220,7 +220,7 @@ class _WeightInputs:
         self.sources: dict[Source, fx.Node] = {}
 
     def run(self, form_of: Callable[[Tensor], str]) -> tuple[Source, ...]:
-        """Make the inputs; return where each comes from."""
+        """Make the inputs; return their sources."""
         layers: dict[tuple[fx.Node, bool, str], list[fx.Node]] = {}
         for node in self.graph.find_nodes(op="call_function", target=aten.linear.default):
             states, weight, *bias = inputs_of(node)
@@ -277,7 +277,7 @@ class _WeightInputs:
                 _replace(node, part)
 
     def cut_logits(self) -> None:
-        """Make no more logits than are returned, where our kernels make them, and each depends on itself from then."""
+        """Make only the logits that are returned, where our kernels make them and later operations treat each alone."""
         returned = self.graph.output_node().all_input_nodes[0]  # the logits, cut
         product = inputs_of(returned)[0]
         while _is_pointwise(product.target) and len(product.all_input_nodes) == 1:

@@ -115,7 +115,7 @@ def pack(weights: Sequence[Tensor], form: str) -> Tensor:
     """Return weights (N_i, K) as one packed weight (sum of N_i, K).
 
     Raises:
-        ValueError: the form is "bf16", and they are not such numbers.
+        ValueError: the form is "bf16", and a number is not a bfloat16 number.
     """
     if form == "dynamic_int8":
         return pack_dynamic_int8(weights)

@@ -76,7 +76,7 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
         form: of its weights: see `linear`.
         aux_layers: hidden states that passes return.
         folder: gets one file for each set of inputs that the forward takes, and a record of the files.
-        stored: the network that it computes, maybe in another dtype; passes read its embeddings as they are.
+        stored: the network that it computes, perhaps in another dtype; passes read its embeddings as they are.
 
     Raises:
         NotCompiled: the model cannot be exported, or the compiler fails; it says why.

@@ -58,9 +58,9 @@ def offer(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounded
     Args:
         model: whose passes they are.
         aux_layers: hidden states that they must return.
-        mode: "auto" takes an existing package.  True makes one if there is none, and says so on stderr.  False takes
+        mode: "auto" uses an existing package.  True makes one if there is none, and says so on stderr.  False uses
             none.
-        rounded: whether its weights may be rounded, where this machine is faster then.
+        rounded: whether its weights may be rounded where that is faster on this machine.
 
     Raises:
         InputError: the mode is none of these.
@@ -104,7 +104,7 @@ def _why_never(model: TreeModel) -> str:
 def _first(
     find: Callable[..., CompiledPass | None], model: TreeModel, aux_layers: Sequence[int], found: Sequence[str]
 ) -> CompiledPass | None:
-    """Return the first passes that are found, with weights in one of some forms.
+    """Return the first passes found, with weights in one of these forms.
 
     Raises:
         NotCompiled: there are none, and the last search says why.
@@ -144,7 +144,7 @@ def packages() -> list[Record]:
 
 
 def remove_packages() -> int:
-    """Remove every package, and the rests of killed compilations; return how many packages there were."""
+    """Remove every package, and the remains of killed compilations; return how many packages there were."""
     count = len(packages())
     with storing(packages_folder()), suppress(FileNotFoundError):
         shutil.rmtree(packages_folder())
@@ -167,7 +167,7 @@ def package_of(model: TreeModel, form: str) -> Path:
 
 
 def _usable(model: TreeModel, form: str, aux_layers: Sequence[int], anew: bool = False) -> CompiledPass | None:
-    """Return the passes of the model's package, None if there is none, or if it will be made anew as it is unusable.
+    """Return the passes of the model's package; None if there is none, or if it is unusable and will be made again.
 
     Raises:
         NotCompiled: the package is damaged, wrong, or returns other hidden states; or the model is patched.

@@ -1,6 +1,6 @@
 """States of models that cannot take a token back: each row keeps the cache that the model makes itself, and chains.
 
-Knows: copies of such caches, which tokens a row's cache has read, which of them were committed; what modules hold.
+Knows: copies of these caches, which tokens a row's cache has read, which of them were committed; what modules hold.
 Does not know: models, masks, trees that branch.
 
 A recurrent or convolutional layer folds all tokens into one state.  So a token has no siblings, and rejected tokens

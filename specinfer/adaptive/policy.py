@@ -5,11 +5,11 @@ Does not know: clocks (it is told seconds), models, verification, text.
 
 One price weighs everything: the tokens that a second is worth, at the rate of the last steps or of plain decoding,
 whichever is more.  Taking whatever gains more tokens than its seconds are worth maximises tokens per second
-(Dinkelbach, 1967).  Expected tokens are drafted probabilities, corrected by how often such tokens were accepted.
+(Dinkelbach, 1967).  Expected tokens are drafted probabilities, corrected by how often tokens like them were accepted.
 
-    `Auto.grow`      is this draft asked in this step at all, and for one more level?
+    `Auto.grow`      is this draft asked in this step, and for one more level?
     `Auto.fit`       how many nodes of the merged trees does the target score?  None: the step is plain
-    `Auto.observe`   the step's outcome and seconds; later texts use what was learnt, too
+    `Auto.observe`   the step's outcome and seconds; later texts use what was learnt as well
 
 Trees depend on time, token ids do not: trees are ranked, and exact match is exact for every tree.
 """
@@ -20,6 +20,7 @@ from copy import copy, deepcopy
 from itertools import chain, pairwise, zip_longest
 from math import exp, floor, inf, log2, sqrt
 from os import PathLike
+from typing import Any
 
 from torch import Tensor
 
@@ -67,7 +68,7 @@ class Auto(Policy):
         self,
         max_nodes: int | None = None,
         max_depth: int | None = None,
-        profile: dict[str, object] | str | PathLike[str] | None = None,
+        profile: dict[str, Any] | str | PathLike[str] | None = None,
     ) -> None:
         usual = BestFirst(*(MAX_NODES if size is None else size for size in (max_nodes, max_depth)))  # checks them
         self.max_nodes, self.max_depth = usual.max_nodes, usual.max_depth
@@ -116,7 +117,7 @@ class Auto(Policy):
         with self.lock:
             self._choose(rows)
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Return what was learnt so far, JSON-ready: a profile.
 
         Raises:

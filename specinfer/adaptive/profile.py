@@ -7,7 +7,7 @@ from collections import defaultdict
 from math import inf
 from os import PathLike
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, MsgspecError, Struct, convert, json
 
@@ -52,7 +52,7 @@ class Profile:
         self.acceptance: defaultdict[bool, Acceptance] = defaultdict(Acceptance)
         self.records: dict[tuple[int, int], list[DraftRecord]] = {}
 
-    def to_json(self) -> dict[str, object]:
+    def to_json(self) -> dict[str, Any]:
         """Return it JSON-ready; `read` takes it back."""
         costs = self.costs
         return {
@@ -74,7 +74,7 @@ class Profile:
         }
 
     @classmethod
-    def read(cls, profile: dict[str, object] | str | PathLike[str]) -> "Profile":
+    def read(cls, profile: dict[str, Any] | str | PathLike[str]) -> "Profile":
         """Return a profile from its JSON, or from the file at a path.
 
         Raises:

@@ -31,7 +31,7 @@ from specinfer.errors import InputError
 from specinfer.tree import Frontier, Growth, Policy, Source
 
 RECENT = 128  # tokens of a row that tell which ids the next ones come from
-OUTLIERS, RARE = 3, 32  # of their ids, so many (a chat template's), and one of so many, may be left out
+OUTLIERS, RARE = 3, 32  # of their ids, 3 (a chat template's), and one in 32, may be left out
 FEWEST = 1 << 14  # ids whose logits are wanted, at least
 CATCH_UP = 32  # uncached tokens that are fed together with the root; of more, all but the root are prefilled
 
@@ -204,7 +204,7 @@ class ModelDraftSession(DraftRows, Clocked):
         """Return, per row, how many levels fit into the model's context below its last token."""
         if self.limit is None:
             return [sys.maxsize] * self.batch
-        spare = 0 if self.session.model.takes_positions else CATCH_UP  # without positions, a model counts padding, too
+        spare = 0 if self.session.model.takes_positions else CATCH_UP  # without positions, a model also counts padding
         return [self.limit - spare - length for length in self._draft_lengths()]
 
     def _draft_lengths(self) -> list[int]:

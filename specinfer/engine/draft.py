@@ -88,7 +88,7 @@ class DraftSession(ABC):
         return None
 
     def levels_left(self) -> Sequence[int]:
-        """Return, per row, how many levels of a tree the draft can say something about; (): of as many as wanted."""
+        """Return, per row, for how many levels of a tree the draft can propose tokens; (): for any number."""
         return ()
 
     def grow(self, policy: Policy, source: Source, depth: int) -> Growth:
@@ -130,14 +130,14 @@ class DraftSession(ABC):
 
         Args:
             tokens: per row, the accepted path, then the bonus token; None retires the row, and a row of a session with
-                a `limit` that is committed nothing, (), stays as it is.
+                a `limit` to which nothing, (), is committed stays as it is.
             states: per row (n, aux_layers, H), the target's hidden states from which those n tokens were chosen; for
                 drafts with `aux_layers`.
             scored: per row, retired ones included, what the target said at all nodes, rejected ones included.
         """
 
     def read(self, row: int, ids: Sequence[int]) -> Cached | None:
-        """Return what was read of a row, for a session to come to begin with (`DraftContext.known`); None: nothing.
+        """Return what was read of a row, for a later session to begin with (`DraftContext.known`); None: nothing.
 
         Args:
             row: its number.
@@ -151,7 +151,7 @@ class DraftSession(ABC):
 
 
 class Clocked(DraftSession):
-    """A session that works through another one, of a draft or of a model: its clocks are the other's."""
+    """A session that runs another one, of a draft or of a model, and has its clocks."""
 
     session: Any
 

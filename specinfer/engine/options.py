@@ -7,7 +7,7 @@ Every method takes them as ``**options: Unpack[Options]``, so they are written o
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias, TypedDict, TypeVar, Unpack, cast, get_args, get_type_hints
+from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack, cast, get_args, get_type_hints
 
 from transformers.generation import BaseStreamer, GenerationConfig
 
@@ -128,7 +128,7 @@ class Options(UsualOptions, GrammarOptions, ChatOptions, Inputs, ConfigOptions, 
     raw: bool
     logprobs: bool | int
     prediction: str | Sequence[int] | None
-    generation_config: GenerationConfig | dict[str, object] | None
+    generation_config: GenerationConfig | dict[str, Any] | None
     logits_processor: Functions
     stopping_criteria: Functions
     cache_salt: str | None

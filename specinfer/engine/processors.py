@@ -78,7 +78,7 @@ class Processors:
 
 
 def with_custom(built: Sequence[T], custom: Sequence[Function | RowFunction]) -> list[T | RowFunction]:
-    """Return what was built, with the caller's functions in row of those of their type, then the caller's others."""
+    """Return what was built, with the caller's functions in place of those of their type, then the caller's others."""
     functions = [each if isinstance(each, RowFunction) else RowFunction(each) for each in custom]
     merged = [next((each for each in functions if type(each.function) is type(made)), made) for made in built]
     return merged + [each for each in functions if not any(each is taken for taken in merged)]
@@ -110,7 +110,7 @@ def _processors(settings: GenerationSettings, prompt_length: int, device: torch.
 def _warpers(c: GenerationConfig) -> list[Function]:
     """Build what applies to sampling only, in transformers' order.
 
-    They hold numbers on the CPU, which work on every device: drafts that are not on the target's use them, too.
+    They hold numbers on the CPU, which work on every device: drafts on other devices than the target's also use them.
     """
     return _built(
         temperature=c.temperature != 1 and (hf.TemperatureLogitsWarper, float(c.temperature)),

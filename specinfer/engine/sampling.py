@@ -294,7 +294,7 @@ def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
 def whole_distribution(temperature: float, max_new_tokens: int) -> Options:
     """Return the options of greedy decoding (0), or of sampling from the whole distribution at a temperature.
 
-    They mean the same distribution to transformers, too.
+    To transformers they mean the same distribution.
     """
     if not temperature:
         return {"max_new_tokens": max_new_tokens, "do_sample": False}

@@ -169,7 +169,7 @@ class Row:
     def max_depth(self) -> int:
         """How deep the next tree may be: one level less than the row may emit, and a bare root below the gate.
 
-        A row that was taken back has a bare root, too, in the step that it leaves with.
+        A row that was taken back also has a bare root in the step that it leaves with.
         """
         return self.remaining - 1 if self.confident and not self.finished else 0
 

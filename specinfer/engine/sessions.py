@@ -65,8 +65,8 @@ class Newcomers(NamedTuple):
 class Drafting(Clocked):
     """A draft's session for B rows, with a clock.
 
-    A draft often has a smaller context than its target.  A row that comes to its end there gets bare roots from then
-    on, and its result says so.  Rows whose prompts the target's pass reads beside the trees of others join after that
+    A draft often has a smaller context than its target.  A row that reaches its end gets bare roots from then on,
+    and its result says so.  Rows whose prompts the target's pass reads beside the trees of others join after that
     pass.
 
     Args:
@@ -267,7 +267,7 @@ class Reader:
         self.left = [row.text.prompt[length:] for row, length in zip(rows, lengths, strict=True)]
 
     def read(self, most: int | None = None) -> bool:
-        """Read so many tokens of each prompt, or all; return whether the prompts are read."""
+        """Read this many more tokens of each prompt, or all; return whether all prompts are read."""
         count = max(map(len, self.left)) if most is None else most
         parts, self.left = [left[:count] for left in self.left], [left[count:] for left in self.left]
         done = not any(self.left)
