@@ -102,7 +102,7 @@ class SpeculativeDecoder:
         verifier: by default `ExactMatch` for ranked trees (greedy, or sampling coupled to the seed) and `MultiStep` for
             sampled ones.
         confidence_gate: between 0 and 1; nothing is drafted after a token to which the target gave a smaller
-            probability.  It is a published trick, for comparison; None, the default, is no gate.
+            probability.  It is a published method, for comparison; None, the default, is no gate.
         graphs: replay passes over a few tokens as CUDA graphs.  They are captured when a shape has come a few times,
             and kept, with the caches that they read, for later calls (docs/gpu.md).
         compile: "auto" uses the passes that `specinfer compile` made for models like these on this machine, if any.
@@ -436,7 +436,7 @@ class SpeculativeDecoder:
             prompt: as `generate`.
             num_return_sequences: as `generate`.
             keep_stop_string: as `generate`.
-            stopping: makes what ends a row: `Stopping`, or a class of your own below it.
+            stopping: makes what ends a row: `Stopping`, or a subclass.
             **options: see `Options`.
 
         Returns:
@@ -618,7 +618,7 @@ class SpeculativeDecoder:
 
         Args:
             rows, budgets: of each prompt.
-            trees: of the policy's size, that a step's tree may be as large as.
+            trees: how many trees of the policy a step's tree may be as large as.
         """
         limit = self._context(trees)
         for index, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
@@ -793,7 +793,7 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int, ranks: Ranks = ALONE,
 
     Args:
         seed, rows, ranks: of the prompts.
-        sequences: of each prompt.  Their seeds count up from the prompt's, and stand together.
+        sequences: of each prompt.  Their seeds count up from the prompt's, one after the other.
 
     Raises:
         InputError: not a whole number of 64 bits, or not one per row.

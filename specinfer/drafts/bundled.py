@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent / "weights"
 
 
 def bundled_drafts(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[HeadDraft]:
-    """Load the drafts that come with the package for a target model, none for others: see `bundled_folders`."""
+    """Load the drafts that come with the package for a target model, if any: see `bundled_folders`."""
     return map(HeadDraft.load, bundled_folders(target, tokenizer))
 
 

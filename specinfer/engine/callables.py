@@ -130,7 +130,7 @@ class RowFunction:
         """Return the processed scores (n, V) after n paths (n, T), one path unless `stateless`.
 
         Raises:
-            SamplingError: the function returns something else, or what rows would share.
+            SamplingError: the function returns something else, or keeps what rows would share.
         """
         if self.stateless or self.row.copies == 1:
             return self._checked(self.function(ids, scores), scores.shape)
@@ -201,7 +201,7 @@ def for_row(row: BatchRow, *groups: Iterable[Function | RowFunction]) -> tuple[t
     """Return groups of functions for one row.  An object in several of them is copied once.
 
     Raises:
-        SamplingError: a function keeps state that rows would share, cannot be copied, or is a factory's and none.
+        SamplingError: a function keeps state that rows would share, cannot be copied, or a factory returns no function.
     """
     memo: dict[int, object] = {}
     return tuple(tuple(_of_row(function, row, memo) for function in group) for group in groups)
@@ -254,7 +254,7 @@ def _copied(function: Function, memo: dict[int, object]) -> Function:
 
 
 def _flat(value: object) -> Iterator[object]:
-    """Yield the items of a list, and of transformers' lists in it; None is none."""
+    """Yield the items of a list, and of transformers' lists in it; none for None."""
     if value is None:
         return
     for item in value if isinstance(value, list | tuple) else [value]:
@@ -311,7 +311,7 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _is_of_library(value: object) -> bool:
-    """Whether a value's class is one of libraries whose objects change by themselves only, as caches do."""
+    """Whether a value's class belongs to a library whose objects change only internally, as caches do."""
     return type(value).__module__.split(".")[0] in LIBRARIES
 
 
