@@ -8,11 +8,11 @@ Does not know: model families; nothing is decided by name.
 from collections.abc import Sequence
 from math import inf, nan
 from threading import RLock
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from specinfer.attention.compiler.watch import Watch
@@ -24,9 +24,6 @@ from specinfer.attention.passes.stateful import held, tensors
 from specinfer.attention.verdicts import Support, Verdict, read_verdict, verdict_file, write_verdict
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import Draw, TokenTree
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 # Largest error, relative to the spread of the logits, that rounding explains.  A wrong mask, position or window
 # costs 1e-2 to 1 on random weights.  16 bits may hide a wrong window or ALiBi bias, so these are read from the config.
@@ -50,11 +47,11 @@ class ModelCheck(NamedTuple):
 
 
 # with the types computed in
-_checked: WeakKeyDictionary["PreTrainedModel", tuple[Watch, str, ModelCheck]] = WeakKeyDictionary()
+_checked: WeakKeyDictionary[nn.Module, tuple[Watch, str, ModelCheck]] = WeakKeyDictionary()
 _lock = RLock()
 
 
-def check_model(model: "PreTrainedModel") -> ModelCheck:
+def check_model(model: nn.Module) -> ModelCheck:
     """Run a six-node tree through a model and compare each node with a plain pass over its path.
 
     Two ragged rows are scored, pruned to a path that is not contiguous in the cache, and scored again; the last time
@@ -79,13 +76,13 @@ def check_model(model: "PreTrainedModel") -> ModelCheck:
         return _known(model) or _checked_now(model)
 
 
-def _known(model: "PreTrainedModel") -> ModelCheck | None:
+def _known(model: nn.Module) -> ModelCheck | None:
     """Return the kept result, None if the model has changed since."""
     watch, types, check = _checked.get(model, (None, "", None))
     return None if watch is None or types != _types(model) or watch.changed(model) else check
 
 
-def _checked_now(model: "PreTrainedModel") -> ModelCheck:
+def _checked_now(model: Any) -> ModelCheck:
     dtype = _types(model)
     watch, file = Watch(model), None if " in " in dtype else verdict_file(model)
     known = read_verdict(file) if file else None
@@ -100,13 +97,13 @@ def _checked_now(model: "PreTrainedModel") -> ModelCheck:
     return check
 
 
-def _types(model: "PreTrainedModel") -> str:
+def _types(model: Any) -> str:
     """Return the type of a model's weights, and the one that autocast computes in, if it does."""
     types = [model.dtype, autocast_dtype(device_of(model), model.dtype)]
     return " in ".join(str(dtype).removeprefix("torch.") for dtype in types if dtype)
 
 
-def _classify(model: "PreTrainedModel") -> Verdict:
+def _classify(model: nn.Module) -> Verdict:
     try:
         tree_model = TreeModel(model)
     except UnsupportedModel as error:

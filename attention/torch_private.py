@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from torch._ops import OpOverloadPacket
 
 Module = TypeVar("Module", bound=nn.Module)
-P = ParamSpec("P")
 Value: TypeAlias = "IRNode"  # a tensor that compiled code will compute
 Size: TypeAlias = "_IntLike"  # a number or a symbol
 
@@ -237,7 +236,7 @@ def load_package(path: Path, device: torch.device) -> Callable[[list[Tensor]], l
 # function in Python or as kernels in Triton (`torch.library`); a package on a CPU can call neither.
 
 
-def lowering(operator: OpOverloadPacket) -> Callable[[Callable[P, Value]], Callable[P, Value]]:
+def lowering(operator: OpOverloadPacket) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
     """Return a decorator of what compiles an operator: a function from values, numbers and strings to a value."""
     from torch._inductor.lowering import register_lowering
 
