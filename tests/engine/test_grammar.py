@@ -114,7 +114,7 @@ def test_the_grammar_draft_changes_passes_alone(decoders, monkeypatch, name, com
     """The same decoder without it writes the same ids, in more passes."""
     asked_for = {**COMMON, "response_format": form(SCHEMAS[name], compact)}
     with_it = decoders["best-first"].generate(PROMPTS, **asked_for)
-    monkeypatch.setattr(specinfer.engine.loop, "with_forced", lambda trees, *_: trees)
+    monkeypatch.setattr(specinfer.engine.loop, "with_grammar", lambda trees, *_: trees)
     without = decoders["best-first"].generate(PROMPTS, **asked_for)
     assert ids(with_it) == ids(without)
     assert sum(len(result.steps) for result in with_it) < sum(len(result.steps) for result in without)
@@ -541,7 +541,7 @@ def test_the_default_target_extracts_records_in_fewer_passes(smollm, script, mon
     benchmark = script("structured")
     options = {"response_format": form(benchmark.SCHEMA), "max_new_tokens": 120}
     with_it = smollm.generate(benchmark.PROMPTS[0], **options)
-    monkeypatch.setattr(specinfer.engine.loop, "with_forced", lambda trees, *_: trees)
+    monkeypatch.setattr(specinfer.engine.loop, "with_grammar", lambda trees, *_: trees)
     without = smollm.generate(benchmark.PROMPTS[0], **{**options, "max_new_tokens": 40})
     assert with_it.token_ids[:40] == without.token_ids
     assert with_it.finish_reason == "eos"
