@@ -56,7 +56,7 @@ def gumbel(key_: int | Tensor, count: int, device: torch.device = CPU) -> Tensor
 
 def gumbel_of(key_: int, index: int) -> float:
     """Return one of the numbers of a key; it differs from that in `gumbel` by rounding alone."""
-    return -log(-log1p(-min(uniform(key_, index + 1) + 2.0**-54, 1.0 - 2.0**-24)))
+    return -log(-log1p(-min(uniform(key_, index) + 2.0**-54, 1.0 - 2.0**-24)))
 
 
 class Coupling:
