@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from specinfer.grammar.matcher import Mask
 
-NEW, UNSEEN = 1.0, 3.0  # what no token has followed, and what the text does not hold, count for as many tokens
+OTHERS, UNSEEN = 1.0, 3.0  # tokens that have not followed a token, and those that a text lacks, count for so many
 
 
 class Followers:
@@ -27,11 +27,11 @@ class Followers:
 
     def extend(self, ids: Sequence[int]) -> None:
         """Count what is new in a row's ids, the prompt's included."""
-        for place in range(self.read, len(ids)):
-            if place:
-                self.after[ids[place - 1]][ids[place]] += 1
-            if place >= self.start:
-                self.text[ids[place]] += 1
+        for number in range(self.read, len(ids)):
+            if number:
+                self.after[ids[number - 1]][ids[number]] += 1
+            if number >= self.start:
+                self.text[ids[number]] += 1
         self.read = len(ids)
 
     def chances(self, token: int, allowed: Mask) -> dict[int, float]:
@@ -40,9 +40,9 @@ class Followers:
         What followed the token counts most; behind that stands what the text holds, wherever it is.
         """
         followed, held = (
-            {other: count for other, count in seen.items() if allowed[other]}
-            for seen in (self.after.get(token, {}), self.text)
+            {other: count for other, count in counts.items() if allowed[other]}
+            for counts in (self.after.get(token, Counter[int]()), self.text)
         )
-        new = NEW / (sum(held.values()) + UNSEEN)  # for each token of the text
-        total = sum(followed.values()) + NEW
-        return {other: (followed.get(other, 0) + new * held.get(other, 0)) / total for other in {**followed, **held}}
+        share = OTHERS / (sum(held.values()) + UNSEEN)  # for each token of the text
+        total = sum(followed.values()) + OTHERS
+        return {other: (followed.get(other, 0) + share * held.get(other, 0)) / total for other in {**followed, **held}}

@@ -8,10 +8,11 @@ Trees of draws stay as they were drawn: what is illegal there has no chance anyw
 Knows: trees, constraints.  Does not know: how grammars are followed, how trees are cut to a budget.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
 from math import exp, inf, log
+from operator import itemgetter
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ import numpy as np
 from specinfer.engine.constraint import Constraint
 from specinfer.engine.sequence import Row
 from specinfer.errors import SamplingError
+from specinfer.grammar.matcher import Mask
 from specinfer.tree import Draw, Forest, Kind, Policy, TokenTree
 
 NAME = "grammar"  # in results
@@ -102,39 +104,33 @@ class _Growing:
         if not children and not self.left:
             return
         forced = forced or self.rule.forced(path)
-        if forced:
-            children, chances = {token: child for token, child in children.items() if token == forced[0]}, {}
-            chances[forced[0]] = 0.0
-        else:
-            allowed = self.rule.allowed(path)
-            if allowed is None:
-                return
-            children = {token: child for token, child in children.items() if allowed[token]}
-            chances = self._suggested(path, allowed) if self.branches or not children else {}
+        allowed = None if forced else self.rule.allowed(path)
+        legal = forced[:1] if allowed is None else [token for token in children if allowed[token]]
+        children = {token: child for token, child in children.items() if token in legal}
+        chances = dict.fromkeys(forced[:1], 0.0)
+        if allowed is not None and (self.branches or not children):
+            chances = self._suggested(path, allowed)
         for token in {**children, **chances}:
-            child, score = children.get(token, -1), chances.get(token, -inf)
-            draws = (self.drawn,) if token in chances else ()
-            if child >= 0:
-                score, draws = max(score, self.scores[child] - self.scores[drafted]), (*self.drafted.draws[child], *draws)
+            score, draws = chances.get(token, -inf), (self.drawn,) if token in chances else ()
+            if (child := children.get(token, -1)) >= 0:
+                score = max(score, self.scores[child] - self.scores[drafted])
+                draws = (*self.drafted.draws[child], *draws)
             if child >= 0 or above + score >= self.least:
                 self._wait(Node(token, number, above + score, draws), child, forced[1:])
 
-    def _suggested(self, path: Sequence[int], allowed: Any) -> Mapping[int, float]:
-        """Return the log-probabilities of tokens that may follow ids, of the likeliest alone if trees have no branch."""
-        if np.count_nonzero(allowed) > FEW:
+    def _suggested(self, path: Sequence[int], allowed: Mask) -> dict[int, float]:
+        """Return log-probabilities of tokens that may follow ids: of the likeliest alone if trees do not branch."""
+        chances = self.rule.followers.chances(path[-1], allowed) if np.count_nonzero(allowed) <= FEW else {}
+        if not chances:
             return {}
-        chances = self.rule.followers.chances(path[-1], allowed)
         ranks = {token: log(chance) for token, chance in chances.items()}
-        if self.row.sampling and chances:  # the target draws with the same noise
+        if self.row.sampling:  # the target draws with the same noise
             noise = self.row.coupling.of(len(path), [*ranks])
             ranks = {token: rank + more for (token, rank), more in zip(ranks.items(), noise, strict=True)}
-            known, best = sum(chances.values()), max(ranks.values())
-            total = best + log(sum(exp(rank - best) for rank in ranks.values())) - log(known)
+            best = max(ranks.values())
+            total = best + log(sum(exp(rank - best) for rank in ranks.values()) / sum(chances.values()))
             ranks = {token: rank - total for token, rank in ranks.items()}
-        if self.branches or not ranks:
-            return ranks
-        best_token = max(ranks, key=ranks.__getitem__)
-        return {best_token: ranks[best_token]}
+        return ranks if self.branches else dict([max(ranks.items(), key=itemgetter(1))])
 
     def _wait(self, node: Node, drafted: int, forced: Sequence[int] = ()) -> None:
         heappush(self.waiting, Waiting(-node.score, self.found, node, drafted, forced))

@@ -312,9 +312,9 @@ def styled(tokenizer, style, prompt=1, record=RECORD):
     liked = tokenizer.encode(json.dumps(record, **STYLES[style]))
 
     def like_it(input_ids, scores):
-        place = input_ids.shape[1] - prompt
-        if place < len(liked):
-            scores[:, liked[place]] += 9
+        written = input_ids.shape[1] - prompt
+        if written < len(liked):
+            scores[:, liked[written]] += 9
         return scores
 
     schema = {**schema_of(record), "x-guidance": {"whitespace_pattern": r"[\x20\n\t]{1,20}"}}
