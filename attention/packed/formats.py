@@ -137,8 +137,8 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 def _split(part: Tensor, width: int) -> Tensor:
     """Split bytes (..., n) into their fields of 1, 2 or 4 bits (..., 8 / width, n), the lowest first."""
-    shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=part.device)
-    return (part[..., None, :] >> shifts[:, None]) & ((1 << width) - 1)
+    mask = (1 << width) - 1
+    return torch.stack([(part >> shift) & mask for shift in range(0, 8, width)], -2)
 
 
 def _single(blocks: Tensor, bits: int, zero: int, minimum: bool, values: tuple[int, ...] | None = None) -> Quantised:

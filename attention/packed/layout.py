@@ -20,10 +20,11 @@ Integers of 16 outputs and 32 inputs are 8 words for each output, a byte for eac
 into planes of 8, 4, 2 and 1 (5 = 4 + 1, 6 = 4 + 2, 3 = 2 + 1); words of a plane share a line of 64 bytes.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from specinfer.attention.packed.formats import Quantised
 from specinfer.common.memory import LargePages
@@ -67,9 +68,8 @@ def pack(parts: Iterable[Quantised], outputs: int, inputs: int, pages: LargePage
             raise ValueError(
                 f"groups of {part.group} inputs were given, and those have factors: products take no others"
             )
-        found = _blocks(part)
         if code < 0:
-            code, size = code_of(part), -(-found.shape[1] // LINE) * LINE
+            code, size = code_of(part), -(-(_size(part) + (LINE if part.values else 0)) // LINE) * LINE
             packed = pages.zeros(body + blocks * size)
             packed[:8].view(torch.int64)[0] = outputs
             entries = packed[LINE : LINE + ENTRY * blocks].view(torch.int64).view(blocks, 2)
@@ -78,8 +78,9 @@ def pack(parts: Iterable[Quantised], outputs: int, inputs: int, pages: LargePage
             rows = packed[body:].view(blocks, size)
         elif code_of(part) != code:
             raise ValueError("parts of a matrix are of several kinds")
-        rows[done : done + len(found), : found.shape[1]] = found
-        done += len(found)
+        count = -(-len(part.integers) // BLOCK)
+        _fill(rows[done : done + count], part)
+        done += count
     if done != blocks:
         raise ValueError(f"{done} blocks of {BLOCK} outputs were given, and {outputs} outputs are {blocks}")
     return packed
@@ -128,24 +129,46 @@ def code_of(part: Quantised) -> int:
 # ---- rows to blocks ----
 
 
-def _blocks(part: Quantised) -> Tensor:
-    """Return rows as blocks, (blocks, bytes)."""
-    missing = -len(part.integers) % BLOCK
-
-    def filled(values: Tensor) -> Tensor:  # (blocks, 32, ...)
-        return torch.nn.functional.pad(values, (0, 0, 0, missing)).unflatten(0, (-1, BLOCK))
-
-    integers = filled(part.integers)
-    blocks, _, inputs = integers.shape
-    groups = inputs // GROUP
-    lines = [_lines(integers, bits, first) for bits, first in _planes(part.bits)]
+def _fill(blocks: Tensor, part: Quantised) -> None:
+    """Write rows into blocks (blocks, bytes), which are zero."""
+    if part.values is not None:
+        blocks[:, : len(part.values)] = torch.tensor(part.values) + SHIFTED
+        blocks = blocks[:, LINE:]
     of_spans, of_groups, span = _scales(part)
-    found = torch.cat(lines, 3).flatten(2)  # bytes of integers
-    for values, times in (of_groups, groups), (of_spans, inputs // span):
-        ahead = [_of_outputs(filled(each), times) for each in values]
-        found = torch.cat([*ahead, found.view(blocks, times, -1)], 2)
-    found = found.view(blocks, -1)
-    return found if part.values is None else torch.cat([_table(part.values).expand(blocks, LINE), found], 1)
+    spans = part.integers.shape[1] // span
+    room = blocks[:, : _size(part)].unflatten(1, (spans, -1))
+    lines = _written(room, of_spans).unflatten(2, (span // GROUP, -1))
+    words = _written(lines, of_groups).view(torch.int32).unflatten(3, (2, part.bits, BLOCK // 2))
+    integers = _by_blocks(part.integers).view(torch.int32).unflatten(1, (2, -1)).unflatten(3, (spans, -1, 8))
+    at = 0
+    for plane, first in _planes(part.bits):
+        line = _line(integers, plane, first)  # (blocks, halves, 16 outputs, spans, groups, lines)
+        words[..., at : at + plane, :] = line.permute(0, 3, 4, 1, 5, 2)
+        at += plane
+
+
+def _size(part: Quantised) -> int:
+    """Return the bytes of a block without those of a table."""
+    of_spans, of_groups, _ = _scales(part)
+    scales = sum(BLOCK * values.shape[1] * values.itemsize for values in (*of_spans, *of_groups))
+    return scales + BLOCK * part.integers.shape[1] * part.bits // 8
+
+
+def _written(room: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """Write values (N, times x n) of outputs into room (blocks, ..., bytes), by `times`; return the room after them."""
+    times = room.shape[1:-1].numel()
+    for each in values:
+        ordered = _by_blocks(each).unflatten(2, (times, -1)).permute(0, 2, 3, 1).flatten(2).contiguous()
+        size = ordered.shape[2] * each.itemsize
+        room[..., :size] = ordered.view(torch.uint8).unflatten(1, room.shape[1:-1])
+        room = room[..., size:]
+    return room
+
+
+def _by_blocks(values: Tensor) -> Tensor:
+    """Return values of rows, (N, n), as those of blocks, (blocks, 32, n)."""
+    missing = -len(values) % BLOCK
+    return (functional.pad(values, (0, 0, 0, missing)) if missing else values).unflatten(0, (-1, BLOCK))
 
 
 def _scales(part: Quantised) -> tuple[list[Tensor], list[Tensor], int]:
@@ -178,27 +201,15 @@ def _planes(bits: int) -> Iterator[tuple[int, int]]:
         first += plane
 
 
-def _lines(integers: Tensor, bits: int, first: int) -> Tensor:
-    """Return a plane of integers (blocks, 32, K) as lines, (blocks, groups, halves, lines, 64)."""
+def _line(words: Tensor, bits: int, first: int) -> Tensor:
+    """Return a plane of words (..., 8), int32, four integers each, as (..., lines)."""
     shared = 8 // bits  # words of a line
-    plane = (integers >> first) & ((1 << bits) - 1) if bits < 8 else integers
-    words = plane.view(len(integers), 2, BLOCK // 2, -1, bits, shared, 4)
-    line = words[..., 0, :].clone()
+    mask = ((1 << bits) - 1) * 0x01010101
+    plane = ((words >> first) & mask if bits < 8 else words).unflatten(-1, (bits, shared))
+    line = plane[..., 0].clone()
     for index in range(1, shared):
-        line |= words[..., index, :] << (bits * index)
-    return line.permute(0, 3, 1, 4, 2, 5).flatten(4)
-
-
-def _of_outputs(values: Tensor, times: int) -> Tensor:
-    """Return values (blocks, 32, times x n) as bytes, (blocks, times, n x 32 x bytes of one)."""
-    ordered = values.unflatten(2, (times, -1)).permute(0, 2, 3, 1).contiguous()
-    return ordered.view(torch.uint8).flatten(2)
-
-
-def _table(values: tuple[int, ...]) -> Tensor:
-    found = torch.zeros(LINE, dtype=torch.uint8)
-    found[: len(values)] = torch.tensor(values) + SHIFTED
-    return found
+        line |= plane[..., index] << bits * index
+    return line
 
 
 # ---- blocks to rows ----
@@ -218,7 +229,7 @@ def _parts(blocks: Tensor, code: int, inputs: int, outputs: int) -> Quantised:
     found = blocks[:, : groups // span * sum(widths) + groups * size].reshape(len(blocks), groups // span, -1)
     *spans, found = found.split([*widths, span * size], 2)
     *before, lines = found.reshape(len(blocks), groups, size).split([*each, 2 * LINE * bits], 2)
-    integers = _integers(lines, bits).reshape(len(blocks) * BLOCK, inputs)[:outputs]
+    integers = _integers(lines, bits).view(len(blocks) * BLOCK, inputs)[:outputs]
     scaled = [_to_outputs(part, dtype, outputs) for part, dtype in zip(spans, of_spans, strict=True)]
     factors = [_to_outputs(part, dtype, outputs) for part, dtype in zip(before, of_groups, strict=True)]
     group = GROUP * span if scales == SINGLE else GROUP >> halves
@@ -231,15 +242,17 @@ def _parts(blocks: Tensor, code: int, inputs: int, outputs: int) -> Quantised:
 
 
 def _integers(lines: Tensor, bits: int) -> Tensor:
-    """Return the integers of lines (blocks, groups, bytes), (blocks, 32, groups, 8, 4)."""
-    lines = lines.reshape(*lines.shape[:2], 2, -1, LINE)
-    found = torch.zeros(*lines.shape[:3], 8, BLOCK // 2, 4, dtype=torch.uint8)
+    """Return the integers of lines (blocks, groups, bytes), (blocks, 32, K)."""
+    words = lines.contiguous().view(torch.int32).unflatten(2, (2, bits, BLOCK // 2))
+    found, at = torch.zeros(*words.shape[:3], BLOCK // 2, 8, dtype=torch.int32), 0
     for plane, first in _planes(bits):
-        line, lines = lines[..., :plane, :], lines[..., plane:, :]
-        shifts = plane * torch.arange(8 // plane, dtype=torch.uint8)
-        words = (line.unsqueeze(4) >> shifts[:, None]) & ((1 << plane) - 1)
-        found |= words.reshape(found.shape) << first
-    return found.permute(0, 2, 4, 1, 3, 5).flatten(1, 2)
+        shared, mask = 8 // plane, ((1 << plane) - 1) * 0x01010101
+        line = words[..., at : at + plane, :].transpose(-1, -2)
+        for index in range(shared):
+            moved = line >> plane * index
+            found[..., index::shared] |= (moved & mask if plane < 8 else moved) << first
+        at += plane
+    return found.permute(0, 2, 3, 1, 4).flatten(1, 2).flatten(2).view(torch.uint8)
 
 
 def _to_outputs(found: Tensor, dtype: torch.dtype, outputs: int) -> Tensor:

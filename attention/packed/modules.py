@@ -120,4 +120,9 @@ def are_experts(module: nn.Module) -> TypeGuard[Joined]:
 
 def is_packed(model: nn.Module) -> bool:
     """Whether a model, or a head that borrows from it, reads packed matrices."""
-    return any(buffer.dtype == torch.uint8 and buffer.ndim == 1 for buffer in model.buffers())
+    return any(map(holds_packed, model.buffers()))
+
+
+def holds_packed(buffer: Tensor) -> bool:
+    """Whether a tensor of a model is a packed matrix."""
+    return buffer.dtype == torch.uint8 and buffer.ndim == 1

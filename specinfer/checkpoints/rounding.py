@@ -60,7 +60,7 @@ def round_weights(model: PreTrainedModel, form: str) -> None:
         if module is output and tied and type(embedding) in (nn.Embedding, PackedEmbedding):
             shared = packed_like(embedding) if type(embedding) is nn.Embedding else embedding
             shared.packed = new.packed
-            model.set_input_embeddings(shared)
+            model.set_input_embeddings(shared.train(module.training))
     model.float()
     model.config.dtype = torch.float32
     try:
@@ -91,7 +91,7 @@ def _rounded(module: nn.Module, bits: int, pages: LargePages) -> PackedLinear:
             return module
         new, parts = module, (numbers(part) for part in unpack(module.packed, module.in_features, PART))
     new.packed = pack((rounded(part, bits) for part in parts), new.out_features, new.in_features, pages)
-    return new
+    return new.train(module.training)
 
 
 def _check_share(model: PreTrainedModel, form: str) -> None:

@@ -6,6 +6,7 @@ from conftest import tiny_llama
 from transformers import LlamaForCausalLM
 
 from specinfer.attention import Support, check, check_model, verdicts
+from specinfer.checkpoints.rounding import round_weights
 
 
 class Own(LlamaForCausalLM):
@@ -47,6 +48,15 @@ def test_models_that_compute_in_another_way_are_checked(judged, monkeypatch):
     monkeypatch.setattr(verdicts, "machine", lambda _: ["a toaster"])
     check_model(tiny_llama())
     assert len(judged) == 1 + len(changed) + 2
+
+
+def test_packed_models_are_checked_once_for_each_format(judged):
+    """Their layers are ours, and weigh little as parameters."""
+    for form, checked in ("int8", 1), ("int8", 1), ("int4", 2), ("int8", 2):
+        model = tiny_llama(hidden_size=32, intermediate_size=64)
+        round_weights(model, form)
+        assert check_model(model).support is Support.EXACT
+        assert len(judged) == checked
 
 
 def altered_models():
