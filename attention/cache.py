@@ -21,7 +21,7 @@ from functools import cache, partial
 from itertools import chain, pairwise
 from math import prod
 from operator import add
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -43,17 +43,17 @@ class Stack:
         self.taken = 0  # layers
 
     def hold(self, data: Tensor) -> None:
-        """Take other buffers in place of the present ones."""
+        """Replace the buffers."""
         self.data = data
         self.planes = torch.arange(data.shape[:3].numel(), device=data.device).view(data.shape[:3])  # of (slots, dim)
 
     def fits(self, states: Tensor) -> bool:
-        """Whether another layer of such states, (rows, heads, T, dim), fits in."""
+        """Whether another layer fits in, whose states, (rows, heads, T, dim), have this shape."""
         kinds = [(data.shape[-3], data.shape[-1], data.dtype, data.device) for data in (states, self.data)]
         return self.taken < len(self.data) and kinds[0] == kinds[1]
 
     def resize(self, rows: int, capacity: int, used: Sequence[int]) -> None:
-        """Have room for so many rows at least, and so many slots; ``used``: the slots of each row that are kept."""
+        """Make room for at least these rows, and these slots; ``used``: the slots of each row that are kept."""
         layers, before, heads, slots, dim = self.data.shape
         if rows > before or capacity != slots:
             earlier = self.data
@@ -61,7 +61,7 @@ class Stack:
             self.take(earlier, 0, [min(count, slots) for count in used])
 
     def take(self, data: Tensor, first: int, used: Sequence[int]) -> None:
-        """Copy rows of such buffers into the rows from ``first`` on, so many slots of each; touch no others."""
+        """Copy the used slots of other buffers' rows into the rows from ``first`` on; touch no others."""
         for row, count in enumerate(used):
             self.data[:, first + row, :, :count] = data[:, row, :, :count]
 
@@ -94,7 +94,7 @@ class TreeLayer(CacheLayerMixin):
         """Take the buffers as they are now."""
         self.keys, self.values = (stack.data[index] for stack, index in self.stacks)
 
-    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Write (rows, heads, T, dim) states into the staged slots; return views of all slots in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -125,7 +125,7 @@ class TreeCache(Cache):
     Args:
         rows: sequences in the batch.
         capacity: slots per row allocated at first; doubles when a pass needs more.  When rows join and no row needs
-            half of what there is, it is as at first again.
+            half of what there is, it shrinks to the first value again.
         max_capacity: the most slots per row; beyond it ``stage`` raises `CacheError`.
         uniform_layers: how many layers have the shape of the first one, as far as is known; they share a tensor.
         fixed: let passes attend to few different numbers of slots, and write where `slots` says.  Then passes over one
@@ -202,7 +202,7 @@ class TreeCache(Cache):
         return self.slots
 
     def room(self, slots: int) -> int:
-        """Have room for so many slots after the longest row; return the number of slots that passes then attend to."""
+        """Make room for more slots after the longest row; return how many slots passes then attend to."""
         needed = max(self.lengths) + slots
         self._reserve(needed)
         return min(padded_kv_length(needed), self.capacity)
@@ -262,7 +262,7 @@ class TreeCache(Cache):
 
     @torch.inference_mode()
     def restart(self, rows: int, max_capacity: int | None = None) -> None:
-        """Forget everything, and go on with so many rows, for which there are buffers: `rows` was as large once."""
+        """Forget everything and start again with this many rows; buffers for them exist: `rows` was once as large."""
         for stack in chain(*self.stacks):
             stack.data.zero_()
         self.rows, self.lengths, self.pending = rows, [0] * rows, [0] * rows
@@ -327,7 +327,7 @@ class TreeCache(Cache):
         """Begin a row with the first slots of a row of another cache of the same model.
 
         Raises:
-            CacheError: the row has slots already, or the other has not so many.
+            CacheError: the row has slots already, or the other has fewer.
         """
         if any((*self.pending, self.lengths[row])) or not 0 < length <= other.lengths[source]:
             held = f"row {row}, of {self.lengths[row]} slots and {self.pending} pending"
@@ -365,14 +365,14 @@ class TreeCache(Cache):
                     raise CacheError(f"layer {index} holds {shape}, expected {self.rows}+ rows of {self.capacity}")
 
     def _open_layers_of(self, other: "TreeCache") -> None:
-        """Open the layers that another cache has, and this one has not yet, for no pass has run here."""
+        """Open the layers that another cache has and this one lacks, because no pass has run here."""
         for layer in other.layers[len(self.layers) :]:
             self.layers.append(TreeLayer(weakref.proxy(self)))
             if layer.is_initialized:
                 self.layers[-1].lazy_initialization(*layer.buffers)
 
     def _reserve(self, needed: int, written: int = 0) -> None:
-        """Have so many slots in every row, and those that padding is written to, which the maximum does not count."""
+        """Make room for the needed slots of every row, and for those that padding is written to, beyond the maximum."""
         if needed > self.max_capacity:
             advice = "shorten the prompt, ask for fewer new tokens, or use a smaller tree"
             raise CacheError(f"a row needs {needed} cache slots but the maximum is {self.max_capacity}: {advice}")
@@ -380,7 +380,7 @@ class TreeCache(Cache):
             self._resize(self.rows, max(room, min(2 * self.capacity, self.max_capacity)))
 
     def _resize(self, rows: int, capacity: int) -> None:
-        """Move what is in use to buffers of so many rows at least, and so many slots, unless they are such already."""
+        """Move what is in use to buffers of at least these rows and this capacity, unless they have both already."""
         self.capacity = capacity
         written = [layer for layer in self.layers if layer.is_initialized]  # a pipeline stage has some of them
         for layer in written:

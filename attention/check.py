@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from specinfer.attention.compiler.watch import Watch
@@ -46,17 +46,18 @@ class ModelCheck(NamedTuple):
     error: float  # largest error of a node's logits over the spread of the logits; NaN if none was measured
 
 
-_checked: WeakKeyDictionary[Any, tuple[Watch, str, ModelCheck]] = WeakKeyDictionary()  # with the types computed in
+# with the types computed in
+_checked: WeakKeyDictionary[nn.Module, tuple[Watch, str, ModelCheck]] = WeakKeyDictionary()
 _lock = RLock()
 
 
-def check_model(model: Any) -> ModelCheck:
+def check_model(model: nn.Module) -> ModelCheck:
     """Run a six-node tree through a model and compare each node with a plain pass over its path.
 
     Two ragged rows are scored, pruned to a path that is not contiguous in the cache, and scored again; the last time
     with one token only.  Plain passes first show that later tokens and other rows do not matter.  The result is kept
-    while the model does not change: modules, settings, kinds of weights, hooks, patched forwards, attention.  Of large
-    models it is kept in the cache folder, too, for others of their architecture (`verdicts`).
+    while the model does not change: modules, settings, kinds of weights, hooks, patched forwards, attention.  For
+    large models it is also kept in the cache folder, for others of their architecture (`verdicts`).
 
     Args:
         model: a ``transformers`` causal LM.
@@ -75,7 +76,7 @@ def check_model(model: Any) -> ModelCheck:
         return _known(model) or _checked_now(model)
 
 
-def _known(model: Any) -> ModelCheck | None:
+def _known(model: nn.Module) -> ModelCheck | None:
     """Return the kept result, None if the model has changed since."""
     watch, types, check = _checked.get(model, (None, "", None))
     return None if watch is None or types != _types(model) or watch.changed(model) else check
@@ -102,7 +103,7 @@ def _types(model: Any) -> str:
     return " in ".join(str(dtype).removeprefix("torch.") for dtype in types if dtype)
 
 
-def _classify(model: Any) -> Verdict:
+def _classify(model: nn.Module) -> Verdict:
     try:
         tree_model = TreeModel(model)
     except UnsupportedModel as error:
@@ -180,7 +181,7 @@ def _remembers(model: TreeModel, tolerance: float) -> bool:
     return 0 < changed < inf and (changed > LEAKING * tolerance or not all(map(torch.equal, *left)))
 
 
-def _read(model: TreeModel, tokens: Tensor, first: int = 0, cache: Any = None) -> tuple[Tensor, Any]:
+def _read(model: TreeModel, tokens: Tensor, first: int = 0, cache: object = None) -> tuple[Tensor, object]:
     """Read a row's tokens from a position on: logits (1, N, V), and the cache, an empty one if none is returned."""
     inputs = {"input_ids": tokens[None], model.cache_name: cache}
     if model.takes_positions:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping
 from operator import itemgetter
 from typing import Any, NamedTuple
 
+from transformers import PreTrainedConfig
+
 from specinfer.errors import UnsupportedModel
 
 SIZES = ("max_position_embeddings", "max_seq_len")  # mpt: the latter
@@ -37,7 +39,7 @@ class Context(NamedTuple):
     setting: str
 
     @classmethod
-    def of(cls, config: Any) -> "Context":
+    def of(cls, config: PreTrainedConfig) -> "Context":
         """Read a text configuration of transformers."""
         name, size = next(((name, size) for name in SIZES if (size := getattr(config, name, None))), ("", None))
         parts = [*_parts(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})]
@@ -99,7 +101,7 @@ def _parts(rope: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield from nested or [rope]
 
 
-def _type(part: Mapping[str, Any]) -> str:
+def _type(part: Mapping[str, object]) -> str:
     return str(part.get("rope_type") or part.get("type") or "default")
 
 

@@ -30,7 +30,7 @@ LISTED = 6  # numbers of layers in a message
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-def checked_model(model: Any) -> Any:
+def checked_model(model: object) -> Any:
     """Return a model; raise `ModelError` for anything else."""
     if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
         raise ModelError(f"{model!r:.60} is not a model: give a transformers causal LM, or use from_pretrained")
@@ -125,7 +125,7 @@ class Forward:
         return output, torch.stack([output.hidden_states[layer] for layer in aux_layers], 2)
 
 
-def attention_kernels(device: torch.device) -> AbstractContextManager[Any]:
+def attention_kernels(device: torch.device) -> AbstractContextManager[object]:
     """Return what chooses among kernels of attention during a pass: see `KERNELS`."""
     return sdpa_kernel(KERNELS) if device.type == "cuda" else nullcontext()
 

@@ -1,4 +1,4 @@
-"""A model that scores trees: the ways in which its passes run, and sessions of rows on it.
+"""A model that scores trees: how its passes run, and sessions of rows on it.
 
 A session reads prompts, scores trees, and commits accepted paths.  Models are in evaluation mode while they do so.
 
@@ -30,7 +30,7 @@ from specinfer.tree import TokenTree
 PREFILL_CHUNK = 512  # the most prompt tokens of a row that one pass reads on a CPU ...
 PREFILL_TOKENS = 4096  # ... and of all rows: this bounds memory, and on a CPU larger passes are slower
 
-_training: weakref.WeakKeyDictionary[Any, tuple[int, list[Any]]] = weakref.WeakKeyDictionary()
+_training: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, list[torch.nn.Module]]] = weakref.WeakKeyDictionary()
 _modes = Lock()
 
 
@@ -82,11 +82,11 @@ class TreeSession:
         Args:
             layout: N nodes; its S counts the columns that are pending already.
             columns: of each row, the nodes whose logits are wanted; all of the layout's when None.
-            words: logits of so many token ids are enough, from 0 on: compiled passes on a CPU compute no others.
+            words: how many token ids need logits, from 0 on; compiled passes on a CPU compute no others.
             **inputs: what else the model's forward takes, (N, ...).
 
         Returns:
-            logits of these nodes, (n, V) of each row, or of so many ids, in the dtype of the passes.
+            logits of these nodes, (n, V) of each row, or of fewer ids, in the dtype of the passes.
         """
         started = perf_counter()
         logits = self._feed(layout._replace(wanted=columns, words=words, extra=inputs), self.repeated)
@@ -214,11 +214,11 @@ class TreeModel(Forward):
     """A causal language model that scores trees: see `Forward`.
 
     Attributes:
-        ways: in which its passes run.
+        ways: how its passes run.
         graphed: the caches that graphs read; they outlive sessions.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model)
         self.graphed = GraphedCaches()
         self.ways = Ways(StatefulPass() if self.stateful else PlainPass())

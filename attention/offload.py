@@ -1,10 +1,10 @@
 """Models that accelerate's hooks run: their layers lie on several devices, in memory or on disk.
 
-Knows: where modules of such a model execute, and where their weights are meanwhile.
+Knows: where the modules of these models execute, and where their weights are meanwhile.
 Does not know: passes, caches, how a model is loaded.
 
-transformers loads a model so where it is given a ``device_map`` with more than one device in it, or with "disk".  Then
-every module has a hook.  Before the module runs, its hook moves inputs to where it executes and fetches weights that
+transformers loads a model this way if its ``device_map`` names several devices, or "disk".  Then every module has a
+hook.  Before the module runs, its hook moves inputs to where it executes and fetches weights that
 are offloaded; until then these are on the "meta" device, without values.  Logits come back to where the token ids were.
 """
 
@@ -54,7 +54,7 @@ def value_of(module: nn.Module, name: str) -> Tensor:
     if tensor.device.type != "meta":
         return tensor
     for hook in _hooks(module):
-        with suppress(KeyError):  # `in` would read it, too
+        with suppress(KeyError):  # `in` would read it as well
             values = (getattr(hook, "weights_map", None) or {})[name]
             return values.detach().to(next(_execution_devices(module), values.device), tensor.dtype)
     advice = "load the model with its weights, or with transformers' device_map"
@@ -99,18 +99,18 @@ def resident(module: Any) -> Any:
     return held
 
 
-def its_turn(model: nn.Module) -> AbstractContextManager[Any]:
+def its_turn(model: nn.Module) -> AbstractContextManager[object]:
     """Return what lets one thread at a time run a model that hooks run: they keep weights in its modules."""
     return _turns.setdefault(model, RLock()) if is_dispatched(model) else nullcontext()
 
 
-def _hooks(module: Any) -> Iterator[Any]:
+def _hooks(module: object) -> Iterator[object]:
     """Yield a module's hooks; several are in a sequence."""
     hook = getattr(module, "_hf_hook", None)
     yield from getattr(hook, "hooks", () if hook is None else (hook,))
 
 
-def _execution_devices(module: Any) -> Iterator[torch.device]:
+def _execution_devices(module: object) -> Iterator[torch.device]:
     """Yield where a module executes, if its hooks say so."""
     for hook in _hooks(module):
         if (device := getattr(hook, "execution_device", None)) is not None:

@@ -5,22 +5,32 @@ Does not know: models, trees, passes, what its callers are for.
 
 Each function, or the heading of its group, says why no public one does.  All were tried with torch 2.11.0 and 2.13.0,
 the oldest and the newest version that ``pyproject.toml`` allows.  ``tests/attention/test_torch_private.py`` tries each
-on a CPU, and names the one that a version of torch broke.  No other module uses such names; the same tests look for
-them.
+on a CPU, and names the one that a version of torch broke.  No other module uses private names; the same tests look
+for them.
 """
+
+from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 
-# Settings of Inductor, whose public way in (`torch.compile`) makes no packages.  Code uses as many threads as torch has
-# when it runs.  No header is compiled in advance, which pays only where many packages are made.
+if TYPE_CHECKING:
+    from torch._inductor.ir import IRNode, _IntLike
+    from torch._ops import OpOverloadPacket
+
+Module = TypeVar("Module", bound=nn.Module)
+Value: TypeAlias = "IRNode"  # a tensor that compiled code will compute
+Size: TypeAlias = "_IntLike"  # a number or a symbol
+
+# Settings of Inductor, whose public interface (`torch.compile`) makes no packages.  Code uses as many threads as torch
+# has when it runs.  No header is compiled in advance, which pays only where many packages are made.
 COMPILER_OPTIONS = {"cpp.dynamic_threads": True, "aot_inductor.precompile_headers": False}
 
 # ---- tensors and modules ----
@@ -40,7 +50,7 @@ def writes(tensor: Tensor) -> int:
 def copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy tensors of one type into others.
 
-    Torch does so in one launch of a GPU for its optimisers alone.
+    Torch has this in one GPU launch, but only for its optimisers.
     """
     torch._foreach_copy_(targets, sources)
 
@@ -69,7 +79,7 @@ def direct_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name, tensor) for name, tensor in pairs if tensor is not None]
 
 
-def with_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> Any:
+def with_parameters(module: Module, values: Mapping[str, Tensor]) -> Module:
     """Return a copy of a module with other parameters, and all else shared.
 
     `copy.deepcopy` would copy the weights.  To register a parameter in a shallow copy would change the original.
@@ -79,7 +89,7 @@ def with_parameters(module: nn.Module, values: Mapping[str, Tensor]) -> Any:
     return copied
 
 
-def forward_hooks(module: nn.Module) -> list[tuple[int, Any]]:
+def forward_hooks(module: nn.Module) -> list[tuple[int, object]]:
     """Return the hooks that a module calls before and after its forward, with their numbers.
 
     Torch uses each number once.  Hooks can be registered and removed in public, but not listed.
@@ -96,7 +106,7 @@ def global_forward_hooks() -> list[int]:
 # ---- exported graphs ----
 
 
-def sizes_may_be_one() -> AbstractContextManager[Any]:
+def sizes_may_be_one() -> AbstractContextManager[object]:
     """Return the context in which `torch.export` treats 1 as a size like others.
 
     Without it, an exported graph holds for 1 only, or for all sizes but 1.  No argument of ``export`` says so.
@@ -139,7 +149,7 @@ def has_packed_products(dtype: torch.dtype) -> bool:
 def pack_weight(weight: Tensor, rows: int) -> Tensor:
     """Return a weight (N, K) in the order in which MKL (float32) or oneDNN (16 bits) reads it.
 
-    Inductor does so while it compiles, with weights that are a part of the code.  Nothing does in public.
+    Inductor packs weights while it compiles, if they are a part of the code.  Nothing public does.
 
     Args:
         weight: contiguous.
@@ -156,7 +166,7 @@ def pack_weight(weight: Tensor, rows: int) -> Tensor:
 def compile_package(graph: fx.GraphModule, path: Path) -> None:
     """Compile a graph, whose placeholders have example values in ``meta["val"]``, into a package.
 
-    Even the documented way in has a private name (``torch._inductor.aoti_compile_and_package``).  It takes exported
+    Even the documented function has a private name (``torch._inductor.aoti_compile_and_package``).  It takes exported
     programs only, whose weights become a part of the package.
 
     For a GPU the package holds kernels and the Python that launches them, which a CUDA graph does once.  Packages of
@@ -165,7 +175,7 @@ def compile_package(graph: fx.GraphModule, path: Path) -> None:
 
     Args:
         graph: with tensors as inputs and outputs.
-        path: of the package, a file.  On a CPU, what the compiler writes on its way is in the same folder; kernels for
+        path: of the package, a file.  On a CPU, what the compiler writes meanwhile is in the same folder; kernels for
             a GPU also stay in torch's own cache, which `CompiledArtifact` needs.
     """
     from torch._inductor import aot_compile
@@ -189,7 +199,7 @@ def compile_kernels(graph: fx.GraphModule, path: Path) -> None:
 
     for node in graph.graph.nodes:
         node.meta["example_value"] = node.meta.get("val")  # whose sizes are symbols: the code is for all sizes
-    inputs: Any = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
+    inputs = [node.meta["val"] for node in graph.graph.find_nodes(op="placeholder")]
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         standalone_compile(graph, inputs, dynamic_shapes="from_graph").save(path=str(path), format="binary")
 
@@ -205,8 +215,8 @@ def load_kernels(path: Path) -> Callable[[list[Tensor]], list[Tensor]]:
 def load_package(path: Path, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]]:
     """Return the function that a package holds, from its graph's inputs to its outputs.
 
-    Even the documented way in has a private name (``torch._inductor.aoti_load_package``).  What it returns takes inputs
-    as the traced function did, and flattens them in every call.
+    Even the documented function has a private name (``torch._inductor.aoti_load_package``).  What it returns takes
+    inputs as the traced function did, and flattens them in every call.
 
     Args:
         path: of what `compile_package` wrote.
@@ -222,50 +232,50 @@ def load_package(path: Path, device: torch.device) -> Callable[[list[Tensor]], l
 
 # ---- the compiler: how an operator is compiled ----
 #
-# A value stands for a tensor that compiled code will compute.  In public, an operator can be given to Inductor as a
+# A `Value` stands for a tensor that compiled code will compute.  In public, an operator can be given to Inductor as a
 # function in Python or as kernels in Triton (`torch.library`); a package on a CPU can call neither.
 
 
-def lowering(operator: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def lowering(operator: OpOverloadPacket) -> Callable[[Callable[..., Value]], Callable[..., Value]]:
     """Return a decorator of what compiles an operator: a function from values, numbers and strings to a value."""
     from torch._inductor.lowering import register_lowering
 
     return register_lowering(operator, type_promotion_kind=None)
 
 
-def sizes_of(value: Any) -> list[Any]:
+def sizes_of(value: Value) -> list[Size]:
     """Return a value's shape, of numbers and symbols."""
     return [*value.get_size()]
 
 
-def reshaped(value: Any, sizes: Sequence[Any]) -> Any:
+def reshaped(value: Any, sizes: Sequence[Size]) -> Value:
     """Return a value in another shape, in which one size may be -1."""
     from torch._inductor.lowering import view
 
     return view(value, [*sizes])
 
 
-def in_memory(value: Any) -> Any:
+def in_memory(value: Value) -> Value:
     """Return a value that is computed into memory of its own, or is an input; its strides are as they come."""
     from torch._inductor import ir
 
     return ir.ExternKernel.realize_input(value)
 
 
-def contiguous(value: Any) -> Any:
+def contiguous(value: Value) -> Value:
     """Return the same, contiguous."""
     from torch._inductor import ir
 
     return ir.ExternKernel.require_contiguous(in_memory(value))
 
 
-def with_contiguous_rows(value: Any) -> Any:
-    """Return the same, contiguous unless its last dimension already is."""
+def with_contiguous_rows(value: Value) -> Value:
+    """Return the same, made contiguous unless its last dimension already is."""
     given = in_memory(value)
     return given if given.get_stride()[-1] == 1 else contiguous(given)
 
 
-def packed_product(states: Any, packed: Any, like: Any, bias: Any) -> Any:
+def packed_product(states: Value, packed: Value, like: Value, bias: Value | None) -> Value:
     """Return states (M, K) times a weight (N, K) that `pack_weight` packed, plus a bias (N,) or None: (M, N).
 
     MKL's product takes any number of states, whatever number its weight was packed for.  Torch's operator compares the
@@ -273,24 +283,23 @@ def packed_product(states: Any, packed: Any, like: Any, bias: Any) -> Any:
     """
     from torch._inductor import ir, mkldnn_ir
 
-    given = in_memory(states)
-    bias = bias if bias is None else in_memory(bias)
+    given, added = in_memory(states), None if bias is None else in_memory(bias)
     if states.get_dtype() == torch.float32:
         given = contiguous(given)
-        result = mkldnn_ir.MKLPackedLinear.create(given, packed, like, bias, sizes_of(given)[0])
+        result = mkldnn_ir.MKLPackedLinear.create(given, packed, like, added, sizes_of(given)[0])
     else:
-        result = mkldnn_ir.LinearUnary.create(given, packed, bias, "none", [], "")
+        result = mkldnn_ir.LinearUnary.create(given, packed, added, "none", [], "")
     return ir.TensorBox.create(result)
 
 
 def call_of_header(
     header: Path,
     function: str,
-    inputs: Sequence[Any],
-    sizes: Sequence[Any],
+    inputs: Sequence[Value],
+    sizes: Sequence[Size],
     constants: Sequence[float] = (),
-    strides: Sequence[Any] | None = None,
-) -> Any:
+    strides: Sequence[Size] | None = None,
+) -> Value:
     """Return the float32 value that a function of a C++ header fills; the header becomes a part of the compiled code.
 
     Args:
@@ -309,6 +318,5 @@ def call_of_header(
             wrapper.include_extra_header(str(header))
             super().codegen(wrapper)
 
-    device: Any = inputs[0].get_device()
-    layout = ir.FixedLayout(device, torch.float32, [*sizes], None if strides is None else [*strides])
+    layout = ir.FixedLayout(inputs[0].get_device_or_error(), torch.float32, [*sizes], strides and [*strides])
     return ir.TensorBox.create(Call(layout, [*inputs], tuple(constants), cpp_kernel_name=function))

@@ -80,6 +80,6 @@ def read_verdict(file: Path) -> Verdict | None:
 
 
 def write_verdict(file: Path, verdict: Verdict) -> None:
-    """Write a verdict, if the folder can be written."""
+    """Write a verdict, if the folder is writable."""
     with suppress(SpecinferError):
         write_json(file, list(verdict))

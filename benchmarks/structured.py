@@ -60,7 +60,7 @@ def response_format(form: str, **more: Any) -> dict[str, Any]:
 
 def without_the_grammar_draft() -> Any:
     """Return a context in which grammars are masks alone."""
-    return patch("specinfer.engine.loop.with_forced", lambda trees, *_: trees)
+    return patch("specinfer.engine.loop.with_grammar", lambda trees, *_: trees)
 
 
 def compared(plain: SpeculativeDecoder, drafted: SpeculativeDecoder, forced: SpeculativeDecoder, **options: Any) -> Any:

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, TypeGuard, Unpack, cast, overload
 
 import torch
-from transformers import GenerationConfig
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation import BaseStreamer, GenerationConfig
 
 from specinfer import loading
 from specinfer.adaptive.policy import Auto
@@ -101,10 +102,10 @@ class SpeculativeDecoder:
         verifier: by default `ExactMatch` for ranked trees (greedy, or sampling coupled to the seed) and `MultiStep` for
             sampled ones.
         confidence_gate: between 0 and 1; nothing is drafted after a token to which the target gave a smaller
-            probability.  It is a published trick, for comparison; None, the default, is no gate.
+            probability.  It is a published method, for comparison; None, the default, is no gate.
         graphs: replay passes over a few tokens as CUDA graphs.  They are captured when a shape has come a few times,
             and kept, with the caches that they read, for later calls (docs/gpu.md).
-        compile: "auto" uses the passes that `specinfer compile` made for such models on this machine, if there are any.
+        compile: "auto" uses the passes that `specinfer compile` made for models like these on this machine, if any.
             True makes them, which takes minutes, once.  False runs the models as they are.  See `passes`.
         memory: a `Memory` of earlier texts, or the path of one, from which the suffix draft also proposes.  None, the
             default: a row drafts from its own text.
@@ -127,8 +128,8 @@ class SpeculativeDecoder:
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any = None,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         drafts: Sequence[object] | str = "auto",
         tree: Policy | str | None = "auto",
         *,
@@ -142,7 +143,8 @@ class SpeculativeDecoder:
         self.notes: list[str] = []
         gate = plain(confidence_gate)
         _check_arguments(model, tokenizer, gate)
-        self.target, self.tokenizer, self.confidence_gate = TreeModel(model), tokenizer, gate
+        self.target, self.confidence_gate = TreeModel(model), gate
+        self.tokenizer: Any = tokenizer
         self.graphs = checked_flag("graphs", graphs)
         policy, share = _as_policy(tree), checked_share(online)
         self.verifier, self.memory = chosen_verifier(verifier, policy.kind), checked_memory(memory)
@@ -162,10 +164,10 @@ class SpeculativeDecoder:
                 self.notes.append(f"tree={suited}: {draft.name} has nodes that must not be cut")
         self.verifier.check(self.policy.kind)
         self.aux_layers = sorted({layer for draft in self.drafts for layer in draft.aux_layers})
-        for model in self.networks:
-            is_head = model is not self.target and hasattr(model.model, "pass_inputs")
-            aux_layers = self.aux_layers if model is self.target else [0] if is_head else []
-            equip(model, aux_layers, plain(compile), rounded=is_head)
+        for network in self.networks:
+            is_head = network is not self.target and hasattr(network.model, "pass_inputs")
+            aux_layers = self.aux_layers if network is self.target else [0] if is_head else []
+            equip(network, aux_layers, plain(compile), rounded=is_head)
         release_workers()  # another thread may decode
 
     @classmethod
@@ -196,7 +198,7 @@ class SpeculativeDecoder:
             device_map, max_memory, offload_folder: where the target's layers go: see `loading.load`.  Drafts are in
                 memory.
             tensor_parallel: processes that the target is spread over; drafts are whole in each.  See `loading.load`.
-            quantize: "int8" or "int4" rounds the target, and drafts that are models, to so many bits (`loading.load`).
+            quantize: "int8" or "int4" rounds the target, and drafts that are models, to 8 or 4 bits (`loading.load`).
                 Without it and without a dtype, models named as drafts have 4 bits where that is faster, on a CPU.
             **model_kwargs: further options of transformers' `from_pretrained`, for the target.
 
@@ -279,7 +281,7 @@ class SpeculativeDecoder:
         self,
         prompt: Prompt = None,
         *,
-        streamer: Any = None,
+        streamer: BaseStreamer | None = None,
         keep_stop_string: bool = True,
         max_rows: int = MAX_ROWS,
         num_return_sequences: int | None = None,
@@ -434,7 +436,7 @@ class SpeculativeDecoder:
             prompt: as `generate`.
             num_return_sequences: as `generate`.
             keep_stop_string: as `generate`.
-            stopping: makes what ends a row: `Stopping`, or a class of your own below it.
+            stopping: makes what ends a row: `Stopping`, or a subclass.
             **options: see `Options`.
 
         Returns:
@@ -521,13 +523,13 @@ class SpeculativeDecoder:
     ) -> list[Score]: ...
 
     @overload
-    def score(self, prompt: Prompt, continuation: Any, **options: Unpack[ScoreOptions]) -> Any: ...
+    def score(self, prompt: Prompt, continuation: object, **options: Unpack[ScoreOptions]) -> Any: ...
 
     @spelled_out
     def score(
         self,
         prompt: Prompt,
-        continuation: Any,
+        continuation: object,
         *,
         raw: bool = False,
         max_rows: int = MAX_ROWS,
@@ -607,7 +609,7 @@ class SpeculativeDecoder:
         return self._context(2)
 
     def _context(self, trees: int) -> float:
-        """Return the same where a step's tree may have as many nodes as so many trees of the policy."""
+        """Return the same where a step's tree may have as many nodes as several trees of the policy."""
         limit = self.target.position_limit() or inf
         return limit if self.target.takes_positions else limit - trees * self.policy.max_nodes  # these count padding
 
@@ -616,7 +618,7 @@ class SpeculativeDecoder:
 
         Args:
             rows, budgets: of each prompt.
-            trees: of the policy's size, that a step's tree may be as large as.
+            trees: how many trees of the policy a step's tree may be as large as.
         """
         limit = self._context(trees)
         for index, (row, budget) in enumerate(zip(rows, budgets, strict=True)):
@@ -791,7 +793,7 @@ def row_seeds(seed: int | Sequence[int] | None, rows: int, ranks: Ranks = ALONE,
 
     Args:
         seed, rows, ranks: of the prompts.
-        sequences: of each prompt.  Their seeds count up from the prompt's, and stand together.
+        sequences: of each prompt.  Their seeds count up from the prompt's, one after the other.
 
     Raises:
         InputError: not a whole number of 64 bits, or not one per row.

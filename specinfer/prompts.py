@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, running
 from specinfer.common.chat import ChatOptions, begins_as_rendered, rendered
@@ -22,7 +23,7 @@ from specinfer.errors import InputError, one_line
 LISTED = 5  # lines of a file that a message names
 PROBED = 8  # tokens that a model reads to find out whether token types of 0 change anything
 OnePrompt: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, object]]  # text, token ids or chat messages
-Prompt: TypeAlias = Any  # one, a batch, arrays, or what a tokenizer returns; see `encode`
+Prompt: TypeAlias = object  # one, a batch, arrays, or what a tokenizer returns; see `encode`
 
 
 class Inputs(TypedDict, total=False):
@@ -35,10 +36,10 @@ class Inputs(TypedDict, total=False):
         position_ids: likewise.
     """
 
-    input_ids: Any
-    attention_mask: Any
-    token_type_ids: Any
-    position_ids: Any
+    input_ids: object
+    attention_mask: object
+    token_type_ids: object
+    position_ids: object
 
 
 def read_rows(path: Path) -> Iterator[tuple[int, Record]]:
@@ -60,7 +61,7 @@ def read_objects(path: Path) -> Iterator[tuple[int, Record]]:
     """Yield line numbers, from 1, and objects of a file of JSON lines; skip blank lines.
 
     Raises:
-        InputError: the file cannot be read; or at its end, naming lines that are no objects.
+        InputError: the file cannot be read; or, at its end, some lines are no objects: names them.
     """
     wrong = []
     for number, line in read_lines(path):
@@ -135,9 +136,9 @@ class Prompts(NamedTuple):
 
 def encode(
     prompt: Prompt,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     raw: bool = False,
-    mask: Any = None,
+    mask: object = None,
     pad: int | None = None,
     chat: ChatOptions = ChatOptions(),  # noqa: B008
 ) -> Prompts:
@@ -211,7 +212,7 @@ def _is_rendered(item: object, tokenizer: object, raw: bool) -> str:
     return begins_as_rendered(item, tokenizer) if isinstance(item, str) and not raw else ""
 
 
-def _encode_one(item: Any, tokenizer: Any, raw: bool, chat: ChatOptions) -> list[int]:
+def _encode_one(item: Any, tokenizer: PreTrainedTokenizerBase | None, raw: bool, chat: ChatOptions) -> list[int]:
     if isinstance(item, str):
         if not item.strip():
             return []
@@ -235,7 +236,7 @@ def _check_unused(chat: ChatOptions, what: str) -> None:
         raise InputError(f"{named} is of chat messages, and the prompt is {what}: leave it out, or give messages")
 
 
-def tokenized(text: str, tokenizer: Any, **options: Any) -> list[int]:
+def tokenized(text: str, tokenizer: PreTrainedTokenizerBase | None, **options: Any) -> list[int]:
     """Return the token ids of a text, without a chat template.
 
     A text that begins with the beginning-of-sequence token gets no second one.
@@ -249,7 +250,7 @@ def tokenized(text: str, tokenizer: Any, **options: Any) -> list[int]:
     return ids[max(0, _repeated(ids, [token]) - begun) :] if begun else ids
 
 
-def _repeated(values: Any, part: Any) -> int:
+def _repeated(values: Sequence[object], part: Sequence[object]) -> int:
     """Return how many times text or ids begin with the same part."""
     count = 0
     while values[count * len(part) : (count + 1) * len(part)] == part:
@@ -268,7 +269,7 @@ def _ids(encoding: Callable[[], Any]) -> list[int]:
         raise InputError(f"the tokenizer refuses this prompt ({one_line(error)}): {advice}") from error
 
 
-def _required(tokenizer: Any) -> Any:
+def _required(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
     if tokenizer is None:
         raise InputError("text needs a tokenizer: construct the decoder with one, or pass token ids")
     return tokenizer

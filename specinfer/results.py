@@ -39,7 +39,7 @@ class Seconds:
     """Wall-clock seconds by stage.  In a batch all rows share the passes, so the figures are the batch's."""
 
     total: float = 0.0
-    prefill: float = 0.0  # passes over prompts, target and drafts; of a pass that scores trees, too, the prompts' share
+    prefill: float = 0.0  # passes over prompts, target and drafts; of a pass that also scores trees, the prompts' share
     target: float = 0.0  # target passes over trees
     draft: float = 0.0  # draft passes
     learning: float = 0.0  # after the text, by drafts that learn between calls

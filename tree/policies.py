@@ -85,6 +85,7 @@ class Policy(ABC):
         adapts: whether it chooses sizes by observation; else `observe` is not called.
         takes_whole: whether it takes trees that it did not grow, and cuts them by score alone.
         prescribes: whether it asks about tokens that no source has named, so only sources of the target's tokens do.
+        min_probability: paths less likely than this are left out.
     """
 
     kind: Kind
@@ -95,6 +96,7 @@ class Policy(ABC):
     adapts: bool = False
     takes_whole: bool = False
     prescribes: bool = False
+    min_probability: float = 0.0
 
     @abstractmethod
     def grow(self, source: Source, max_depth: int | None = None) -> Growth:

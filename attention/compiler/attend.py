@@ -13,14 +13,13 @@ Models copy a key for every query that reads it (transformers' `repeat_kv`).  Ne
 import operator
 from functools import cache
 from math import sqrt
-from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from specinfer.attention.compiler import kernels
-from specinfer.attention.torch_private import contiguous, lowering, sizes_of, with_contiguous_rows
+from specinfer.attention.torch_private import Value, contiguous, lowering, sizes_of, with_contiguous_rows
 
 aten = torch.ops.aten
 
@@ -55,20 +54,21 @@ def replace_attention(graph: fx.Graph) -> None:
     Raises:
         ValueError: the pass is packed, and not all of its attention can be replaced.
     """
-    grouped: dict[tuple[Any, int], Any] = {}  # masks, made once for all layers
+    grouped: dict[tuple[fx.Node, int], fx.Node] = {}  # masks, made once for all layers
     for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
-        query, *read, mask = (*node.args, None)[:4]
-        if mask is None or mask.meta["val"].shape[1] != 1:
+        query, key, value, *masks = inputs_of(node)
+        if not masks or masks[0].meta["val"].shape[1] != 1:
             continue
-        unrepeated: list[Any] = [_unrepeated(states) for states in read]
-        is_shared = None not in unrepeated
-        key, value = unrepeated if is_shared else read
+        unrepeated = [found for states in (key, value) if (found := _unrepeated(states))]
+        is_shared = len(unrepeated) == 2
+        key, value = unrepeated if is_shared else (key, value)
         with graph.inserting_before(node):
             if _suits_our_kernel(node, key):
                 scale = node.kwargs.get("scale")
                 scale = 1 / sqrt(query.meta["val"].shape[3]) if scale is None else scale
                 key, value, rows = _of_all_rows(key, value)
-                result = graph.call_function(torch.ops.specinfer.attend.default, (query, key, value, mask, rows, scale))
+                given = query, key, value, masks[0], rows, scale
+                result = graph.call_function(torch.ops.specinfer.attend.default, given)
             elif is_shared:
                 result = _grouped(node, key, value, grouped)
             else:
@@ -80,16 +80,22 @@ def replace_attention(graph: fx.Graph) -> None:
         raise ValueError("attention of a packed pass that is not our kernel's")
 
 
-def _of_all_rows(key: Any, value: Any) -> tuple[Any, Any, Any]:
+def inputs_of(node: fx.Node) -> list[fx.Node]:
+    """Return the arguments of a node that are nodes, in order."""
+    return [argument for argument in node.args if isinstance(argument, fx.Node)]
+
+
+def _of_all_rows(key: fx.Node, value: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """Return the keys and values of all rows of a packed pass, and the rows of its nodes; else None in their place."""
     if {key.target, value.target} != {keys_of_rows.default}:
         return key, value, None
-    return key.args[0], value.args[0], key.args[1]
+    (keys, rows), (values, _) = map(inputs_of, (key, value))
+    return keys, values, rows
 
 
-def _suits_our_kernel(node: Any, key: Any) -> bool:
+def _suits_our_kernel(node: fx.Node, key: fx.Node) -> bool:
     """Whether a node is attention in float32 on a CPU, with a mask for all nodes and slots, and nothing else."""
-    query, mask = node.args[0].meta["val"], node.args[3].meta["val"]
+    query, _, _, mask = (each.meta["val"] for each in inputs_of(node))
     options = {name for name, value in node.kwargs.items() if value}
     if any(node.args[4:]) or not options <= {"scale", "enable_gqa"}:
         return False
@@ -98,9 +104,9 @@ def _suits_our_kernel(node: Any, key: Any) -> bool:
     return whole and query.device.type == "cpu" and query.dtype == mask.dtype == torch.float32
 
 
-def _grouped(node: Any, key: Any, value: Any, masks: dict[tuple[Any, int], Any]) -> Any:
+def _grouped(node: fx.Node, key: fx.Node, value: fx.Node, masks: dict[tuple[fx.Node, int], fx.Node]) -> fx.Node:
     """Return attention whose queries of one key are queries of one head."""
-    query, _, _, mask = node.args[:4]
+    query, _, _, mask = inputs_of(node)
     call = node.graph.call_function
     _, heads, _, dim = query.meta["val"].shape
     key_heads = key.meta["val"].shape[1]
@@ -113,7 +119,7 @@ def _grouped(node: Any, key: Any, value: Any, masks: dict[tuple[Any, int], Any])
         wide = call(aten.unsqueeze.default, (mask, 2))
         wide = call(aten.expand.default, (wide, [rows, 1, group, nodes, columns]))
         masks[mask, group] = call(aten.reshape.default, (wide, [rows, 1, queries, columns]))
-    mixed = call(node.target, (joined, key, value, masks[mask, group]), node.kwargs)
+    mixed = call(aten.scaled_dot_product_attention.default, (joined, key, value, masks[mask, group]), node.kwargs)
     return call(aten.reshape.default, (mixed, [rows, heads, nodes, value.meta["val"].shape[3]]))
 
 
@@ -122,14 +128,14 @@ def _unrepeated(node: fx.Node) -> fx.Node | None:
     for target in (aten.reshape.default, aten.expand.default, aten.unsqueeze.default):
         if node.target is not target:
             return None
-        axis, node = node.args[1], _same_shape(node.args[0])
+        axis, node = node.args[1], _same_shape(inputs_of(node)[0])
     return node if axis == 2 else None
 
 
-def _same_shape(node: Any) -> fx.Node:
+def _same_shape(node: fx.Node) -> fx.Node:
     """Return the node before slices that take everything."""
-    while node.target is aten.slice.Tensor and node.meta["val"].shape == node.args[0].meta["val"].shape:
-        node = node.args[0]
+    while node.target is aten.slice.Tensor and node.meta["val"].shape == inputs_of(node)[0].meta["val"].shape:
+        node = inputs_of(node)[0]
     return node
 
 
@@ -138,7 +144,7 @@ def teach_compiler() -> None:
     """Tell Inductor how to call our kernel, which becomes a part of the compiled code."""
 
     @lowering(torch.ops.specinfer.attend)
-    def lower(queries: Any, keys: Any, values: Any, mask: Any, of_nodes: Any, scale: float) -> Any:
+    def lower(queries: Value, keys: Value, values: Value, mask: Value, of_nodes: "Value | None", scale: float) -> Value:
         rows, heads, nodes, _ = sizes_of(queries)
         size = sizes_of(values)[3]
         read = map(with_contiguous_rows, (keys, values))  # views of the cache are read where they are

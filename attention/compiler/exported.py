@@ -18,6 +18,7 @@ Where our kernel does all attention, a pass takes the nodes of all rows as one r
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, fx, nn
 from torch.export import Dim, export
 from transformers.cache_utils import Cache
 
-from specinfer.attention.compiler.attend import keys_of_rows, replace_attention
+from specinfer.attention.compiler.attend import inputs_of, keys_of_rows, replace_attention
 from specinfer.attention.compiler.linear import ROUNDED_STATES, packed_shape
 from specinfer.attention.compiler.watch import named_tensors
 from specinfer.attention.torch_private import run_time_check, sizes_may_be_one
@@ -75,7 +76,7 @@ class Pass(nn.Module):
     """
 
     def __init__(
-        self, model: Any, kinds: Sequence[str], aux_layers: Sequence[int], keeps: bool, extra: Sequence[str]
+        self, model: nn.Module, kinds: Sequence[str], aux_layers: Sequence[int], keeps: bool, extra: Sequence[str]
     ) -> None:
         super().__init__()
         self.model, self.kinds, self.aux_layers, self.keeps, self.extra = model, kinds, aux_layers, keeps, extra
@@ -83,7 +84,7 @@ class Pass(nn.Module):
     def forward(self, tensors: Tensors) -> tuple[Tensor, ...]:
         """Return logits (B, C, W), and hidden states (B, T, K, H) if layers are named."""
         masks = dict(zip(self.kinds, tensors.masks, strict=True))
-        inputs: dict[str, Any] = dict(zip(self.extra, tensors.extra, strict=True))
+        inputs: dict[str, object] = dict(zip(self.extra, tensors.extra, strict=True))
         inputs |= {"position_ids": tensors.positions[0]} if tensors.positions else {}
         inputs |= {"logits_to_keep": tensors.columns} if self.keeps else {}
         inputs |= {"output_hidden_states": True} if self.aux_layers else {}
@@ -106,13 +107,16 @@ class _ExportedCache(Cache):
         every = torch.arange(tensors.ids.shape[0], device=tensors.ids.device)[:, None]
         self.rows = tensors.rows[0] if tensors.rows else every
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+    ) -> tuple[Tensor, Tensor]:
         """Write (B, heads, T, dim) states at the slots; return the columns attended to."""
         buffers = self.tensors.keys[layer_idx], self.tensors.values[layer_idx]
         for buffer, states in zip(buffers, (key_states, value_states), strict=True):
             buffer[self.rows, :, self.tensors.slots] = states.transpose(1, 2)
         found = (buffer.narrow(2, 0, self.kv_length) for buffer in buffers)
-        return tuple(keys_of_rows(buffer, self.rows) for buffer in found) if self.tensors.rows else tuple(found)
+        keys, values = (keys_of_rows(buffer, self.rows) for buffer in found) if self.tensors.rows else found
+        return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return 0: positions are given."""
@@ -145,21 +149,11 @@ def export_pass(
     per_node, buffers = {**each, 1: nodes}, [{0: rows, 2: slots}] * len(example.keys)
     per_mask = {**each, 2: nodes, 3: kv_length}
     given, positions, extra = ([per_node] * len(part) for part in (example.rows, example.positions, example.extra))
-    shapes: Any = (
-        per_node,
-        given,
-        positions,
-        [per_mask] * len(example.masks),
-        per_node,
-        {0: kept},
-        {0: words},
-        buffers,
-        buffers,
-        extra,
-    )
-    options: Any = {"strict": False, "prefer_deferred_runtime_asserts_over_guards": True}
+    masks = [per_mask] * len(example.masks)
+    shapes: Any = (per_node, given, positions, masks, per_node, {0: kept}, {0: words}, buffers, buffers, extra)
+    exporting = partial(export, strict=False, prefer_deferred_runtime_asserts_over_guards=True)
     with torch.no_grad(), sizes_may_be_one():
-        program = export(model, (example,), dynamic_shapes=(Tensors(*shapes),), **options)
+        program = exporting(model, (example,), dynamic_shapes=(Tensors(*shapes),))
     module = program.module(check_guards=False)
     _drop_checks(module.graph)
     replace_attention(module.graph)
@@ -192,7 +186,7 @@ def _replace(node: fx.Node, other: fx.Node) -> None:
     node.graph.erase_node(node)
 
 
-def _is_pointwise(operation: Any) -> bool:
+def _is_pointwise(operation: object) -> bool:
     return operation == aten.to.dtype or torch.Tag.pointwise in getattr(operation, "tags", ())
 
 
@@ -201,11 +195,11 @@ def _is_embedding(node: fx.Node) -> bool:
     return all(user.target is aten.embedding.default for user in node.users)
 
 
-def _before_rounding(states: Any) -> fx.Node | None:
+def _before_rounding(states: fx.Node) -> fx.Node | None:
     """Return the states that were rounded to bfloat16, and are in their own type again; None for others."""
-    rounded: Any = states.args[0] if states.target is aten.to.dtype else None
+    rounded = inputs_of(states)[0] if states.target is aten.to.dtype else None
     if rounded is not None and rounded.target is aten.to.dtype and rounded.args[1] == torch.bfloat16:
-        return rounded.args[0]
+        return inputs_of(rounded)[0]
     return None
 
 
@@ -226,14 +220,14 @@ class _WeightInputs:
         self.sources: dict[Source, fx.Node] = {}
 
     def run(self, form_of: Callable[[Tensor], str]) -> tuple[Source, ...]:
-        """Make the inputs; return where each comes from."""
+        """Make the inputs; return their sources."""
         layers: dict[tuple[fx.Node, bool, str], list[fx.Node]] = {}
         for node in self.graph.find_nodes(op="call_function", target=aten.linear.default):
-            if node.args[1].op == "get_attr" and (form := form_of(self.tensor(node.args[1]))):
-                biased = len(node.args) > 2 and node.args[2] is not None
-                whole = _before_rounding(node.args[0]) if form == "bf16" else None
-                states, form = (node.args[0], form) if whole is None else (whole, ROUNDED_STATES)
-                layers.setdefault((states, biased, form), []).append(node)
+            states, weight, *bias = inputs_of(node)
+            if weight.op == "get_attr" and (form := form_of(self.tensor(weight))):
+                whole = _before_rounding(states) if form == "bf16" else None
+                states, form = (states, form) if whole is None else (whole, ROUNDED_STATES)
+                layers.setdefault((states, bool(bias), form), []).append(node)
         for (states, biased, form), group in layers.items():
             self.join(states, biased, form, group)
         self.join_packed()
@@ -250,10 +244,10 @@ class _WeightInputs:
 
     def join(self, states: fx.Node, biased: bool, form: str, group: Sequence[fx.Node]) -> None:
         """Make one product of layers that read the same states, with weights of one form."""
-        weights = [self.tensor(node.args[1]) for node in group]
+        weights = [self.tensor(inputs_of(node)[1]) for node in group]
         sizes, dtype = [len(weight) for weight in weights], weights[0].dtype
         names, *biases = (
-            tuple(self.names[self.key(node.args[index])] for node in group) for index in range(1, 2 + biased)
+            tuple(self.names[self.key(inputs_of(node)[index])] for node in group) for index in range(1, 2 + biased)
         )
         bias = self.input("joined", biases[0], (sum(sizes),), dtype) if biased else None
         with self.graph.inserting_before(group[0]):
@@ -268,9 +262,9 @@ class _WeightInputs:
 
     def join_packed(self) -> None:
         """Make one product of packed layers that read the same states."""
-        linear, groups = torch.ops.specinfer.packed_linear.default, dict[Any, list[Any]]()
+        linear, groups = torch.ops.specinfer.packed_linear.default, dict[fx.Node, list[Any]]()
         for node in self.graph.find_nodes(op="call_function", target=linear):
-            groups.setdefault(node.args[0], []).append(node)
+            groups.setdefault(inputs_of(node)[0], []).append(node)
         for states, group in groups.items():
             if len(group) == 1:
                 continue
@@ -283,19 +277,18 @@ class _WeightInputs:
                 _replace(node, part)
 
     def cut_logits(self) -> None:
-        """Make no more logits than are returned, where our kernels make them, and each depends on itself from then."""
-        output: Any = self.graph.output_node()
-        returned = output.args[0][0]  # the logits, cut
-        product, count = returned.args[0], returned.args[-1]
+        """Make only the logits that are returned, where our kernels make them and later operations treat each alone."""
+        returned = self.graph.output_node().all_input_nodes[0]  # the logits, cut
+        product = inputs_of(returned)[0]
         while _is_pointwise(product.target) and len(product.all_input_nodes) == 1:
-            product = product.args[0]
+            product = product.all_input_nodes[0]
         if product.target not in COUNTED:
             return
         with self.graph.inserting_before(product):
-            size = self.graph.node_copy(count)
+            size = self.graph.node_copy(inputs_of(returned)[1])
         outputs = COUNTED[product.target]
         product.update_arg(outputs, [size] if isinstance(product.args[outputs], list) else size)
-        _replace(returned, returned.args[0])
+        _replace(returned, inputs_of(returned)[0])
 
     def embed(self, node: fx.Node, name: str, tensor: Tensor) -> None:
         """Read rows of embeddings as they are stored."""
@@ -339,11 +332,11 @@ class _WeightInputs:
             self.sources[source] = self.last
         return self.sources[source]
 
-    def tensor(self, node: Any) -> Tensor:
+    def tensor(self, node: fx.Node) -> Tensor:
         """Return the tensor of a graph's attribute."""
-        return operator.attrgetter(node.target)(self.module)
+        return operator.attrgetter(str(node.target))(self.module)
 
-    def key(self, node: Any) -> tuple[int, torch.Size, torch.dtype]:
+    def key(self, node: fx.Node) -> tuple[int, torch.Size, torch.dtype]:
         """Return the key of an attribute in `names`."""
         tensor = self.tensor(node)
         return tensor.data_ptr(), tensor.shape, tensor.dtype

@@ -22,7 +22,6 @@ of integers are packed by another layout: see `packed.layout`.
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,6 +30,8 @@ from torch.nn import functional
 from specinfer.attention.compiler import kernels
 from specinfer.attention.packed.products import is_x86
 from specinfer.attention.torch_private import (
+    Size,
+    Value,
     contiguous,
     has_packed_products,
     in_memory,
@@ -114,7 +115,7 @@ def pack(weights: Sequence[Tensor], form: str) -> Tensor:
     """Return weights (N_i, K) as one packed weight (sum of N_i, K).
 
     Raises:
-        ValueError: the form is "bf16", and they are not such numbers.
+        ValueError: the form is "bf16", and a number is not a bfloat16 number.
     """
     if form == "dynamic_int8":
         return pack_dynamic_int8(weights)
@@ -196,13 +197,13 @@ def teach_compiler() -> None:
     """
 
     @lowering(torch.ops.specinfer.linear)
-    def lower(states: Any, like: Any, packed: Any, bias: Any) -> Any:
+    def lower(states: Value, like: Value, packed: Value, bias: "Value | None") -> Value:
         *before, size = sizes_of(states)
         product = packed_product(reshaped(states, [-1, size]), packed, like, bias)
         return reshaped(product, [*before, sizes_of(like)[0]])
 
     @lowering(torch.ops.specinfer.linear_blocks)
-    def lower_blocks(states: Any, packed: Any, outputs: Any, form: str) -> Any:
+    def lower_blocks(states: Value, packed: Value, outputs: Size, form: str) -> Value:
         *before, size = sizes_of(states)
         flat = contiguous(reshaped(states, [-1, size]))
         function = f"linear_{'bf16' if form == 'rounded' else form}"
@@ -210,14 +211,14 @@ def teach_compiler() -> None:
         return reshaped(product, [*before, outputs])
 
     @lowering(torch.ops.specinfer.packed_linear)
-    def lower_packed(states: Any, packed: Sequence[Any], outputs: Sequence[Any]) -> Any:
+    def lower_packed(states: Value, packed: Sequence[Value], outputs: Sequence[Size]) -> Value:
         *before, size = sizes_of(states)
         flat, width = contiguous(reshaped(states, [-1, size])), sum(outputs)
         inputs = [flat, *map(in_memory, packed)]
         return reshaped(kernels.call("packed", "packed_linear", inputs, [sizes_of(flat)[0], width]), [*before, width])
 
     @lowering(torch.ops.specinfer.packed_rows)
-    def lower_rows(rows: Any, packed: Any, inputs: int) -> Any:
+    def lower_rows(rows: Value, packed: Value, inputs: int) -> Value:
         flat = contiguous(reshaped(rows, [-1]))
         found = kernels.call("packed", "packed_rows", [flat, in_memory(packed)], [sizes_of(flat)[0], inputs])
         return reshaped(found, [*sizes_of(rows), inputs])

@@ -13,7 +13,6 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,7 +68,7 @@ class _RoundingLinear(torch.nn.Linear):
         return super().forward(input.to(torch.bfloat16).to(input.dtype))
 
 
-def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, stored: Any) -> None:
+def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, stored: torch.nn.Module) -> None:
     """Export and compile a model's passes into an existing folder.
 
     Args:
@@ -77,7 +76,7 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
         form: of its weights: see `linear`.
         aux_layers: hidden states that passes return.
         folder: gets one file for each set of inputs that the forward takes, and a record of the files.
-        stored: the network that it computes, maybe in another dtype; passes read its embeddings as they are.
+        stored: the network that it computes, perhaps in another dtype; passes read its embeddings as they are.
 
     Raises:
         NotCompiled: the model cannot be exported, or the compiler fails; it says why.
@@ -108,7 +107,7 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
 
 
 def _graphs(
-    model: TreeModel, form: str, aux_layers: Sequence[int], layers: Sequence[Sequence[int]], stored: Any
+    model: TreeModel, form: str, aux_layers: Sequence[int], layers: Sequence[Sequence[int]], stored: torch.nn.Module
 ) -> tuple[list[Graph], bool]:
     """Export a model's passes, packed if they can be; return them, and whether they are."""
     dtypes = {name: tensor.dtype for name, tensor in named_tensors(stored)}
@@ -128,7 +127,7 @@ def _graphs(
     return export(packed=False), False
 
 
-def variants_of(model: Any) -> tuple[dict[str, tuple[int, ...]], ...]:
+def variants_of(model: object) -> tuple[dict[str, tuple[int, ...]], ...]:
     """Return the sets of unusual inputs that a model's forward takes: name -> shape after (B, T)."""
     return getattr(model, "pass_inputs", ({},))
 
@@ -218,7 +217,9 @@ def _has_same_bits(model: TreeModel, compiled: CompiledPass) -> bool:
 
 
 @torch.inference_mode()
-def _difference(model: TreeModel, compiled: CompiledPass, extra: Mapping[str, Any], widths: Sequence[int]) -> float:
+def _difference(
+    model: TreeModel, compiled: CompiledPass, extra: Mapping[str, tuple[int, ...]], widths: Sequence[int]
+) -> float:
     """Compare three rows: one token, a prompt, a tree; then one of them: a tree, and chains.  All logits, or half."""
     generator, device, longest = torch.Generator().manual_seed(0), model.device, max(widths, default=0)
     ids = torch.randint(model.vocab_size, (3, 24 + longest), generator=generator, device="cpu").tolist()

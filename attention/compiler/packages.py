@@ -18,7 +18,6 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from threading import RLock
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,6 +34,7 @@ from specinfer.attention.packed.modules import is_packed
 from specinfer.attention.passes.compiled import RECORD, CompiledPass
 from specinfer.attention.torch_private import COMPILER_OPTIONS
 from specinfer.common.files import cache_folder, parse_json, storing, write_json
+from specinfer.common.records import Record
 from specinfer.errors import InputError, NotCompiled
 
 FORMAT = 9  # of packages; raised when their inputs change
@@ -43,7 +43,7 @@ MODES = ("auto", True, False)
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what reading a damaged record raises
 
 # by form and network, so weights are packed once
-_loaded: dict[str, WeakKeyDictionary[Any, CompiledPass]] = {form: WeakKeyDictionary() for form in FORMS}
+_loaded: dict[str, WeakKeyDictionary[torch.nn.Module, CompiledPass]] = {form: WeakKeyDictionary() for form in FORMS}
 _lock = RLock()
 
 
@@ -58,9 +58,9 @@ def offer(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounded
     Args:
         model: whose passes they are.
         aux_layers: hidden states that they must return.
-        mode: "auto" takes an existing package.  True makes one if there is none, and says so on stderr.  False takes
+        mode: "auto" uses an existing package.  True makes one if there is none, and says so on stderr.  False uses
             none.
-        rounded: whether its weights may be rounded, where this machine is faster then.
+        rounded: whether its weights may be rounded where that is faster on this machine.
 
     Raises:
         InputError: the mode is none of these.
@@ -104,7 +104,7 @@ def _why_never(model: TreeModel) -> str:
 def _first(
     find: Callable[..., CompiledPass | None], model: TreeModel, aux_layers: Sequence[int], found: Sequence[str]
 ) -> CompiledPass | None:
-    """Return the first passes that are found, with weights in one of some forms.
+    """Return the first passes found, with weights in one of these forms.
 
     Raises:
         NotCompiled: there are none, and the last search says why.
@@ -122,7 +122,7 @@ def _first(
     return None
 
 
-def packages() -> list[dict[str, Any]]:
+def packages() -> list[Record]:
     """Return the packages in the cache folder.
 
     Returns:
@@ -130,7 +130,7 @@ def packages() -> list[dict[str, Any]]:
         largest error when it was made and the limit that it was held to (see `check`), megabytes.  None stands for
         what is not known: the package is damaged, or of an older version.
     """
-    found: list[dict[str, Any]] = []
+    found: list[Record] = []
     for path in sorted(packages_folder().glob(f"*/{RECORD}")):
         found.append(dict.fromkeys(["package", "model", "is", "layers", "aux_layers", "error", "limit", "MB"]))
         found[-1] |= {"package": path.parent.name, "model": path.parent.name.rpartition("-")[0]}
@@ -144,7 +144,7 @@ def packages() -> list[dict[str, Any]]:
 
 
 def remove_packages() -> int:
-    """Remove every package, and the rests of killed compilations; return how many packages there were."""
+    """Remove every package, and the remains of killed compilations; return how many packages there were."""
     count = len(packages())
     with storing(packages_folder()), suppress(FileNotFoundError):
         shutil.rmtree(packages_folder())
@@ -167,7 +167,7 @@ def package_of(model: TreeModel, form: str) -> Path:
 
 
 def _usable(model: TreeModel, form: str, aux_layers: Sequence[int], anew: bool = False) -> CompiledPass | None:
-    """Return the passes of the model's package, None if there is none, or if it will be made anew as it is unusable.
+    """Return the passes of the model's package; None if there is none, or if it is unusable and will be made again.
 
     Raises:
         NotCompiled: the package is damaged, wrong, or returns other hidden states; or the model is patched.

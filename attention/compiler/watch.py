@@ -9,14 +9,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import filterfalse
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from specinfer.attention.torch_private import direct_tensors, forward_hooks, global_forward_hooks, modules_of
 
+Name = TypeVar("Name", str, int)
+# of a weight: its name and that of the first one that it is tied to, shape, strides, dtype, device
+Kind: TypeAlias = tuple[Name, Name, torch.Size, tuple[int, ...], torch.dtype, torch.device]
 RECORDERS = "transformers.utils.output_capturing"  # its hooks stay after hidden states were asked for, and do nothing
 IGNORED = {  # settings that do not affect a pass, or are compared in another way
     *("training", "architectures", "dtype", "transformers_version", "name_or_path", "_name_or_path", "_commit_hash"),
@@ -25,7 +29,7 @@ IGNORED = {  # settings that do not affect a pass, or are compared in another wa
 }
 
 
-def architecture(model: nn.Module) -> list[Any]:
+def architecture(model: nn.Module) -> list[object]:
     """Return what decides how a model computes, except the values of its weights, for JSON."""
     modules = [
         (name, f"{type(module).__module__}.{type(module).__qualname__}", repr(sorted(_settings(vars(module)).items())))
@@ -51,7 +55,7 @@ def machine(device: torch.device) -> list[str]:
         return kinds
 
 
-def attentions(model: nn.Module) -> dict[str, Any]:
+def attentions(model: nn.Module) -> dict[str, object]:
     """Return the attention functions of a model's layers by name; without "eager", which is each model's own."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
@@ -102,18 +106,18 @@ class Watch:
         self.settings = [*filterfalse(_has_changed, self.settings)]
 
 
-def _has_changed(setting: tuple[Any, str, Any]) -> bool:
+def _has_changed(setting: tuple[ref[object], str, object]) -> bool:
     owner, name, value = setting
     return vars(owner()).get(name, ...) != value
 
 
-def _configs(modules: Sequence[nn.Module]) -> list[Any]:
+def _configs(modules: Sequence[nn.Module]) -> list[PreTrainedConfig]:
     """Return the configurations of modules, each once."""
     configs = {id(config): config for module in modules if (config := vars(module).get("config"))}
     return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
 
 
-def _state(model: nn.Module) -> list[Any]:
+def _state(model: nn.Module) -> list[object]:
     """Return what a model runs: modules, configurations, patched forwards, attention, hooks, classes, kinds of weights.
 
     Names of weights are numbers here, which takes less time.
@@ -142,21 +146,20 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def _kinds_of(weights: Iterable[tuple[Any, Tensor]]) -> list[tuple[Any, ...]]:
-    """Return name, name of the first weight that it is tied to, shape, strides, dtype and device of each weight."""
-    first: dict[tuple[int, torch.Size], Any] = {}
+def _kinds_of(weights: Iterable[tuple[Name, Tensor]]) -> list[Kind[Name]]:
+    first: dict[tuple[int, torch.Size], Name] = {}
     return [
         (name, first.setdefault((t.data_ptr(), t.shape), name), t.shape, t.stride(), t.dtype, t.device)
         for name, t in weights
     ]
 
 
-def _settings(values: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(values: Mapping[str, object]) -> dict[str, object]:
     """Return the plain values that a forward may read: flags, sizes, names."""
     return {name: value for name, value in values.items() if name not in IGNORED and _is_plain(value)}
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     if isinstance(value, dict):
         return bool(value) and all(map(_is_plain, value.values()))
     if isinstance(value, list | tuple):

@@ -48,7 +48,7 @@ class Pass(ABC):
         """Return why it cannot stand for the model as it is now, or ""."""
         return ""
 
-    def serving(self, network: Any) -> "Pass":
+    def serving(self, network: torch.nn.Module) -> "Pass":
         """Return the same passes for another network of the same architecture."""
         return self
 
@@ -78,7 +78,7 @@ class Ways:
         """See whether the faster one still stands for the model, if nothing else hinders it."""
         self.hindrance = "" if self.fast is None else hindrance or self.fast.refresh()
 
-    def serving(self, network: Any) -> "Ways":
+    def serving(self, network: torch.nn.Module) -> "Ways":
         """Return the same ways for another network of the same architecture."""
         other = Ways(self.usual)
         other.missing, other.fast = self.missing, self.fast and self.fast.serving(network)

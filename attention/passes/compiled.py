@@ -1,6 +1,6 @@
 """Passes from a package of compiled code.
 
-Knows: what a package holds, when it may stand for a model, packed weights.
+Knows: what a package holds, when it may replace a model's passes, packed weights.
 Does not know: how packages are made (`compiler.making`), where they are kept (`compiler.packages`).
 
 A package holds code and no weights: every call passes it the model's weights, those of linear layers packed.  The model
@@ -127,12 +127,7 @@ class CompiledPass(TensorPass):
         self.packings += 1
         return ""
 
-    def _input(
-        self,
-        source: exported.Source,
-        weights: Mapping[str, Tensor],
-        packed: Mapping[Group, Tensor],
-    ) -> Tensor:
+    def _input(self, source: exported.Source, weights: Mapping[str, Tensor], packed: Mapping[Group, Tensor]) -> Tensor:
         if (source.kind, source.names) in packed:
             return packed[source.kind, source.names]
         dtype = DTYPES[source.dtype]
@@ -143,7 +138,7 @@ class CompiledPass(TensorPass):
         return weights[source.names[0]].to(dtype)
 
     def weights(self, model: Forward) -> tuple[int, ...]:
-        """Return the addresses of the model's, and how often they were packed."""
+        """Return the addresses of the model's weights, and how often they were packed."""
         return self.packings, *super().weights(model)
 
     def run(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:

@@ -1,6 +1,6 @@
 """States of models that cannot take a token back: each row keeps the cache that the model makes itself, and chains.
 
-Knows: copies of such caches, which tokens a row's cache has read, which of them were committed; what modules hold.
+Knows: copies of these caches, which tokens a row's cache has read, which of them were committed; what modules hold.
 Does not know: models, masks, trees that branch.
 
 A recurrent or convolutional layer folds all tokens into one state.  So a token has no siblings, and rejected tokens
@@ -23,7 +23,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +39,7 @@ CACHES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
 REPLACED = {"keys", "values"}  # tensors that caches replace instead of writing into them
 
 # tokens, how many came before, the row's cache, columns (C,) -> logits (1, C, V), hidden states (1, T, K, H), cache
-Read = Callable[[Sequence[int], int, Any, Tensor], tuple[Tensor, Tensor | None, Any]]
+Read = Callable[[Sequence[int], int, object, Tensor], tuple[Tensor, Tensor | None, object]]
 
 
 class StateCache:
@@ -127,7 +126,9 @@ class StatefulPass(Pass):
     def __call__(self, model: Forward, nodes: Layout, cache: StateCache, aux_layers: Sequence[int]) -> Result:
         """Feed nodes, which are chains."""
 
-        def read(tokens: Sequence[int], first: int, row: Any, columns: Tensor) -> tuple[Tensor, Tensor | None, Any]:
+        def read(
+            tokens: Sequence[int], first: int, row: object, columns: Tensor
+        ) -> tuple[Tensor, Tensor | None, object]:
             inputs: Inputs = {"input_ids": on_device([[*tokens]], columns.device), model.cache_name: row}
             if model.takes_positions:
                 positions = torch.arange(first, first + len(tokens), device=columns.device)[None]
@@ -147,9 +148,9 @@ class _Row:
     """One row: the model's cache after ``length`` tokens, and the tokens not yet committed or not yet in it."""
 
     def __init__(self) -> None:
-        self.cache: Any = None  # which the model makes in its first pass
+        self.cache: object = None  # which the model makes in its first pass
         self.length = 0
-        self.boundary: tuple[Any, int] | None = None  # cache and length before the pending tokens
+        self.boundary: tuple[object, int] | None = None  # cache and length before the pending tokens
         self.replay: list[int] = []  # committed, after the boundary
         self.fed: list[int] = []  # pending
 
@@ -170,7 +171,7 @@ class _Row:
         return (logits[0],) if states is None else (logits[0], states[0, len(again) :])
 
     def keep(self, count: int) -> None:
-        """Commit so many pending tokens."""
+        """Commit this many pending tokens."""
         if self.boundary is not None and count == len(self.fed):
             self.replay = []
         elif self.boundary is not None:
@@ -184,7 +185,7 @@ class _Row:
         return logits, states
 
 
-def copied(value: Any, name: str = "") -> Any:
+def copied(value: object, name: str = "") -> object:
     """Return a copy of a model's cache that later passes do not change; it shares keys and values (see above)."""
     if isinstance(value, Tensor):
         return value if name in REPLACED else value.clone()
@@ -206,7 +207,7 @@ def held(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [tensor.clone() for tensor in found if tensor.is_floating_point() and not tensor.is_meta]
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
+def tensors(value: object) -> Iterator[Tensor]:
     """Yield all tensors in a model's cache."""
     if isinstance(value, Tensor):
         yield value

@@ -5,11 +5,11 @@ Does not know: clocks (it is told seconds), models, verification, text.
 
 One price weighs everything: the tokens that a second is worth, at the rate of the last steps or of plain decoding,
 whichever is more.  Taking whatever gains more tokens than its seconds are worth maximises tokens per second
-(Dinkelbach, 1967).  Expected tokens are drafted probabilities, corrected by how often such tokens were accepted.
+(Dinkelbach, 1967).  Expected tokens are drafted probabilities, corrected by how often tokens like them were accepted.
 
-    `Auto.grow`      is this draft asked in this step at all, and for one more level?
+    `Auto.grow`      is this draft asked in this step, and for one more level?
     `Auto.fit`       how many nodes of the merged trees does the target score?  None: the step is plain
-    `Auto.observe`   the step's outcome and seconds; later texts use what was learnt, too
+    `Auto.observe`   the step's outcome and seconds; later texts use what was learnt as well
 
 Trees depend on time, token ids do not: trees are ranked, and exact match is exact for every tree.
 """

@@ -1,6 +1,6 @@
 """What adaptive trees have learnt: shared by texts, saved as JSON, and read back.
 
-Knows: costs and acceptance, field by field.  Does not know: how they are learnt, or what is decided by them.
+Knows: costs and acceptance, field by field.  Does not know: how they are learnt, what is decided from them.
 """
 
 from collections import defaultdict
@@ -90,7 +90,7 @@ class Profile:
 
     @classmethod
     def _restored(cls, saved: "Saved") -> "Profile":
-        """Raise `ValueError` for another version, or for drafts that there are not."""
+        """Raise `ValueError` for another version, or for drafts that do not exist."""
         if (saved.kind, saved.version) != (KIND, VERSION):
             raise ValueError(f"it does not say that it is {KIND!r}, version {VERSION}")
         if any(draft >= saved.drafts for draft, _ in saved.levels):

@@ -5,7 +5,6 @@ Knows: their folder, and the fingerprints of their targets.  Does not know: how 
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,11 +15,11 @@ FOLDER = Path(__file__).parent / "weights"
 
 
 def bundled_drafts(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[HeadDraft]:
-    """Load the drafts that come with the package for a target model, none for others: see `bundled_folders`."""
+    """Load the drafts that come with the package for a target model, if any: see `bundled_folders`."""
     return map(HeadDraft.load, bundled_folders(target, tokenizer))
 
 
-def bundled_folders(target: Any, tokenizer: Any = None) -> Iterator[Path]:
+def bundled_folders(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[Path]:
     """Find the folders of the drafts for a target model, in the order they were trained.
 
     Args:

@@ -26,6 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specinfer.attention import TreeModel, device_of, embedded
 from specinfer.attention.torch_private import writes
 from specinfer.common.files import parse_json, write_json, write_whole
+from specinfer.common.records import Record
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.drafts.published.network import check_readable
@@ -65,7 +66,7 @@ class HeadDraft(Draft):
     """
 
     def __init__(
-        self, head: HeadNetwork, fingerprint: dict[str, Any], name: str = "head", inverse_temperature: float = 1.0
+        self, head: HeadNetwork, fingerprint: Record, name: str = "head", inverse_temperature: float = 1.0
     ) -> None:
         self.head, self.fingerprint, self.name = head.eval(), fingerprint, name
         self.inverse_temperature = inverse_temperature
@@ -111,7 +112,7 @@ class HeadDraft(Draft):
         write_whole(folder / "model.safetensors", save(weights, {"format": "pt"}))
         write_json(folder / "config.json", record)
 
-    def attach(self, target: TreeModel, tokenizer: Any = None) -> "HeadDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None = None) -> "HeadDraft":
         """Return this draft with the target's matrices borrowed.
 
         Raises:
@@ -132,7 +133,7 @@ class HeadDraft(Draft):
         return HeadDraftSession(self.model, self.aux_layers, context, self.inverse_temperature)
 
 
-def _bound(head: HeadNetwork, target: Any) -> HeadNetwork:
+def _bound(head: HeadNetwork, target: PreTrainedModel) -> HeadNetwork:
     """Return a copy of a head that is bound to a target; it is made again if the head has changed."""
     stamp = [device_of(target), target.dtype, *((w.data_ptr(), writes(w)) for w in head.parameters())]
     with _binding:
@@ -143,14 +144,14 @@ def _bound(head: HeadNetwork, target: Any) -> HeadNetwork:
     return network
 
 
-def read_config(folder: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> Record:
     """Return what ``config.json`` says of a head.
 
     Raises:
         ModelError: there is no such file, or it is not a head's.
     """
     try:
-        record: dict[str, Any] = parse_json((folder / "config.json").read_text(encoding="utf-8"))
+        record: Record = parse_json((folder / "config.json").read_text(encoding="utf-8"))
         if record.get("model_type") != MODEL_TYPE:
             raise ValueError(f"its model_type is {record.get('model_type')!r}, not {MODEL_TYPE!r}")
         if missing := FINGERPRINT - set(record["fingerprint"]):
@@ -163,7 +164,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return record
 
 
-def _check_sizes(record: dict[str, Any], weights: dict[str, Tensor]) -> None:
+def _check_sizes(record: Record, weights: dict[str, Tensor]) -> None:
     """Raise `ValueError`, or what a value of a wrong type raises, for a head that differs from the one that was saved.
 
     Args:
@@ -197,7 +198,7 @@ def _unreadable(folder: Path, error: Exception) -> ModelError:
 # ---- which target a head belongs to ----
 
 
-def target_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def target_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Record:
     """Describe a target: versions of one model have almost the same fingerprint, other models have another one.
 
     The sketch holds a few entries of the embedding matrix.  Copies in another precision (a quantised file, say) have
@@ -207,7 +208,9 @@ def target_fingerprint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     return {"tokenizer": tokenizer_fingerprint(tokenizer), **_sizes(model), "sketch": sketch}
 
 
-def check_fingerprint(name: str, wanted: dict[str, Any], model: Any, tokenizer: Any) -> None:
+def check_fingerprint(
+    name: str, wanted: Record, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
     """Refuse a draft that was trained for another target.
 
     Raises:
@@ -229,7 +232,7 @@ def _as_sketch(text: str) -> Tensor:
     return torch.tensor([float(value) for value in text.split()], dtype=torch.float32, device="cpu")
 
 
-def _sizes(model: Any) -> dict[str, int]:
+def _sizes(model: PreTrainedModel) -> dict[str, int]:
     config = model.config.get_text_config(decoder=True)
     vocab_size = model.get_input_embeddings().num_embeddings
     return {"layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "vocab_size": vocab_size}

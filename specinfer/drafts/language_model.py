@@ -31,7 +31,7 @@ from specinfer.errors import InputError
 from specinfer.tree import Frontier, Growth, Policy, Source
 
 RECENT = 128  # tokens of a row that tell which ids the next ones come from
-OUTLIERS, RARE = 3, 32  # of their ids, so many (a chat template's), and one of so many, may be left out
+OUTLIERS, RARE = 3, 32  # of their ids, 3 (a chat template's), and one in 32, may be left out
 FEWEST = 1 << 14  # ids whose logits are wanted, at least
 CATCH_UP = 32  # uncached tokens that are fed together with the root; of more, all but the root are prefilled
 
@@ -48,7 +48,7 @@ class ModelDraft(Draft):
 
     Raises:
         ModelError: not a model.
-        InputError: another word for ``tokens``, or a name or a tokenizer that is none.
+        InputError: an unknown word for ``tokens``, or something that is no name or no tokenizer.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ModelDraft(Draft):
             raise InputError(f"tokenizer={tokenizer!r:.60} has no vocabulary: give the draft's, or None")
         if name is not None:
             checked_names("name", name)
-        self.model = TreeModel(model)
+        self.model: TreeModel = TreeModel(model)
         self.tokenizer: Any = tokenizer
         self.tokens = tokens
         full = str(name or getattr(model.config, "_name_or_path", ""))
@@ -111,7 +111,7 @@ class ModelDraftSession(DraftRows, Clocked):
         return self
 
     def grow(self, policy: Policy, source: Source, depth: int) -> Growth:
-        """Return what a policy grows on the source: all levels below the root's from one graph, if there are graphs."""
+        """Return what a policy grows on the source; with graphs, one replays all levels below the root's."""
         if not (self.repeats and self.session.replays) or self.device.type == "cpu":  # where policies look at values
             return policy.grow(source, depth)
         settings = self.context.processors.settings  # which a graph holds as they are
@@ -174,7 +174,7 @@ class ModelDraftSession(DraftRows, Clocked):
     def join(self, other: DraftRows) -> None:
         """Take in the rows of another session, and what its cache holds of them.
 
-        If the own rows are read, the others' prompts are read first: together they would all be as long as the longest.
+        If these rows are read, the others' prompts are read first: together all would be as long as the longest.
         """
         assert isinstance(other, ModelDraftSession)
         if max(map(len, self.uncached), default=0) <= CATCH_UP:
@@ -190,7 +190,7 @@ class ModelDraftSession(DraftRows, Clocked):
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k children per node from q, the draft's after the target's warpers (`tree.draw_candidates`).
 
-        It is the whole of q: a row's draws do not depend on the tokens of others.
+        They are drawn from all of q: a row's draws do not depend on the tokens of others.
         """
         self.words = self.vocab_size
         return self.drawn(self.warped(self._logits(frontier)), k, replacement, frontier.depth)
@@ -204,7 +204,7 @@ class ModelDraftSession(DraftRows, Clocked):
         """Return, per row, how many levels fit into the model's context below its last token."""
         if self.limit is None:
             return [sys.maxsize] * self.batch
-        spare = 0 if self.session.model.takes_positions else CATCH_UP  # without positions, a model counts padding, too
+        spare = 0 if self.session.model.takes_positions else CATCH_UP  # without positions, a model also counts padding
         return [self.limit - spare - length for length in self._draft_lengths()]
 
     def _draft_lengths(self) -> list[int]:
@@ -221,7 +221,7 @@ class ModelDraftSession(DraftRows, Clocked):
         return self.session.append(self.level, words=self.words).padded()[..., : self.words]
 
     def _root_logits(self) -> Tensor:
-        """Return the logits (B, 1, V') after the roots; feeds them, unless a graph is given what that gave."""
+        """Return the logits (B, 1, V') after the roots: feed them, unless a graph already has them as input."""
         return self.given["logits"] if self.given else self._feed_uncached()[..., : self.words]
 
     def _words(self) -> int:
@@ -300,12 +300,12 @@ class HeadDraftSession(ModelDraftSession):
         self.advance(tokens)
 
     def read(self, row: int, ids: Sequence[int]) -> Cached | None:
-        """Return what the cache holds of a row; nothing of one whose first token was read only for want of others."""
+        """Return what the cache holds of a row; nothing if its first token was read only for lack of others."""
         skipped = self.lengths[row] - len(self.uncached[row]) - self.session.cache.lengths[row]
         return super().read(row, ids[skipped:]) if skipped == self.session.model.model.skips_first else None
 
     def _of_layers(self, states: Tensor) -> Tensor:
-        """Return states of the target's (n, K, H), those of this head's layers."""
+        """Return the target's states (n, K, H) of this head's layers."""
         return states if isinstance(self.columns, slice) else states[:, self.columns]
 
     def _logits(self, frontier: Frontier) -> Tensor:

@@ -4,14 +4,14 @@ Knows: the draft's trees over its own tokens, each row's text as the draft's tok
 Does not know: the target, verification, how text is cut (`two_tokenizers`).
 
 The draft grows a tree of its own tokens.  The text of every node is cut into the target's tokens, which are a path of
-the target's tree.  Text that goes on may be cut in another way: "t", "h", but "the".  Then both ways are paths.
+the target's tree.  Longer text may be cut differently: "t", "h", but "the".  Then both ways are paths.
 
     draft's tree     P(node), the draft's probability of the node's path
     rest of a node   P(node) less P of its children: the text ends here, or goes on in a way that was not drafted
     target's tree    P(node) is the sum of the rests of the draft's nodes whose text, once cut, leads through it
 
-So equal texts add up, and a token that more text probably changes counts little.  This is string-level exact match
-(SLEM: Timor et al., ICML 2025, arXiv 2502.05202, section 3), with trees.
+So equal texts add up, and a token that more text would probably change counts little.  This is string-level exact
+match (SLEM: Timor et al., ICML 2025, arXiv 2502.05202, section 3), with trees.
 
 A text has no distribution over the target's tokens.  Policies that ask for one (sampled trees, recordings, contrastive
 search) get the draft's, renormalised over the tokens whose text both tables know (token-level intersection, TLI, of the
@@ -62,7 +62,7 @@ class ThroughTextDraft(ModelDraft):
         UnsupportedModel: a model that keeps states, from which no committed token can be taken back.
     """
 
-    def __init__(self, draft: ModelDraft, target: TreeModel, tokenizer: Any) -> None:
+    def __init__(self, draft: ModelDraft, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.model, self.name = TreeModel(draft.model.model), draft.name
         if self.model.stateful:
             problem = f"draft {self.name} has another tokenizer, so it must take back tokens, which it cannot"
@@ -74,7 +74,7 @@ class ThroughTextDraft(ModelDraft):
         shared = f"where tokens are asked for one by one, it proposes the {len(self.translation.shared)} that both know"
         self.notes = [f"draft {self.name}: another tokenizer; its text is cut into the target's tokens; {shared}"]
 
-    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase) -> "ThroughTextDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> "ThroughTextDraft":
         """Return a draft bound to another decoder.
 
         Raises:
@@ -133,7 +133,7 @@ class ThroughTextSession(ModelDraftSession):
         return Forest.of(trees).best(policy.max_nodes)
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
-        """Read what each row committed as text; keep what was fed of it, forget what is now cut in another way."""
+        """Read what each row committed as text; keep what was fed of it, forget what is now cut differently."""
         before = list(self.cached)
         news = [None if new is None else self._read(row, new) for row, new in enumerate(tokens)]
         dropped = [len(was) - len(cached) for was, cached in zip(before, self.cached, strict=True)]
@@ -187,7 +187,7 @@ class ThroughTextSession(ModelDraftSession):
         super().leave_roots(inputs)
 
     def _words(self) -> int:
-        """Return all: what is known of the text are the target's ids."""
+        """Return all: only the target's ids are known of the text."""
         return self.vocab_size
 
     def noise_of(self, *asked: Any) -> Tensor | None:
@@ -201,7 +201,7 @@ class ThroughTextSession(ModelDraftSession):
         return self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
 
     def _tree(self, row: int, grown: TokenTree, branches: bool) -> TokenTree:
-        """Return a row's tree of the target's tokens; its likeliest path only where trees must not branch."""
+        """Return a row's tree of the target's tokens, or only its likeliest path where trees must not branch."""
         shares: ByPath = defaultdict(float)
         reached = np.exp(grown.scores)
         rest = reached.copy()

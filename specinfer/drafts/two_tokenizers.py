@@ -12,7 +12,9 @@ from itertools import takewhile
 from typing import Any
 
 from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase
 
+from specinfer.common.records import Record
 from specinfer.common.token_bytes import BYTE, token_texts
 from specinfer.errors import TokenizerMismatch
 
@@ -43,18 +45,20 @@ class Translation:
     dropped: frozenset[int]
 
     @classmethod
-    def between(cls, target: Any, draft: Any, name: str, target_size: int, draft_size: int) -> "Translation":
+    def between(
+        cls, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str, size: int, draft_size: int
+    ) -> "Translation":
         """Compare two ``transformers`` tokenizers.
 
         Args:
             target, draft: the tokenizers.
             name: the draft's, for messages.
-            target_size, draft_size: the vocabularies of the models.
+            size, draft_size: of the vocabularies of their models.
 
         Raises:
             TokenizerMismatch: a table that cannot be read as text, or no text that both know.
         """
-        texts = _read(target, "the target", target_size)
+        texts = _read(target, "the target", size)
         theirs = _read(draft, f"draft {name}", draft_size)
         ids, numbers = _by_text(draft, theirs), _by_text(target, texts)
         shared = {numbers[text]: ids[text] for text in numbers.keys() & ids.keys()}
@@ -165,7 +169,7 @@ class Segmenter:
         return self.encoder.encode(complete, add_special_tokens=False).ids
 
 
-def _read(tokenizer: Any, whose: str, size: int) -> dict[int, bytes | str]:
+def _read(tokenizer: PreTrainedTokenizerBase, whose: str, size: int) -> dict[int, bytes | str]:
     """Return what a tokenizer's tokens stand for, those that a model of this vocabulary knows."""
     texts = token_texts(tokenizer)
     if texts is None:
@@ -174,7 +178,7 @@ def _read(tokenizer: Any, whose: str, size: int) -> dict[int, bytes | str]:
     return {token: text for token, text in texts.items() if token < size}
 
 
-def _by_text(tokenizer: Any, texts: Mapping[int, bytes | str]) -> dict[bytes | str, int]:
+def _by_text(tokenizer: PreTrainedTokenizerBase, texts: Mapping[int, bytes | str]) -> dict[bytes | str, int]:
     """Return token ids by text; of equal texts the first counts, and tokens of single bytes (<0x20>) come last."""
     single = {token for piece, token in tokenizer.get_vocab().items() if BYTE.fullmatch(piece)}
     found: dict[bytes | str, int] = {}
@@ -191,7 +195,7 @@ def bare_encoder(tokenizer: Any) -> Tokenizer:
     return Tokenizer.from_str(json.dumps({**parts, **unprefixed, "truncation": None, "padding": None}))
 
 
-def _unprefixed(step: dict[str, Any] | None) -> dict[str, object] | None:
+def _unprefixed(step: Record | None) -> Record | None:
     """Return a step of a tokenizer, as JSON, that puts no space before a text."""
     if step is None or step["type"] == "Prepend":
         return None

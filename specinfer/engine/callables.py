@@ -21,8 +21,8 @@ import dis
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
-from typing import Any, NamedTuple
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, ModuleType
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from specinfer.common.values import plain
 from specinfer.engine.penalties import FrequencyPenalty, PresencePenalty
 from specinfer.errors import SamplingError
 
-Function = Callable[..., Any]
+Function = Callable[..., object]
 FUNCTIONS = ("logits_processor", "stopping_criteria")  # names of the options that hold them
 ADVICE = "give a function of one argument, the row's number, that returns a function for that row"
 CONTAINERS = (list, dict, set, bytearray)
@@ -130,7 +130,7 @@ class RowFunction:
         """Return the processed scores (n, V) after n paths (n, T), one path unless `stateless`.
 
         Raises:
-            SamplingError: the function returns something else, or what rows would share.
+            SamplingError: the function returns something else, or keeps what rows would share.
         """
         if self.stateless or self.row.copies == 1:
             return self._checked(self.function(ids, scores), scores.shape)
@@ -152,7 +152,7 @@ class RowFunction:
             raise SamplingError(f"the stopping criterion {self.function!r:.60} returns {answer!r:.60}, {wanted}")
         return bool(self._line(torch.tensor(values, device="cpu"))) if copies > 1 else bool(values[0])
 
-    def _called(self, *given: Any) -> Any:
+    def _called(self, *given: Tensor | None) -> object:
         """Return the function's answer."""
         before = [*map(_held, self.captured)]
         try:
@@ -165,7 +165,7 @@ class RowFunction:
             raise SamplingError(f"{self.function!r:.60} changes what it holds, and rows would share that: {ADVICE}")
         return answer
 
-    def _checked(self, answer: Any, shape: Sequence[int]) -> Tensor:
+    def _checked(self, answer: object, shape: Sequence[int]) -> Tensor:
         """Return scores; raise `SamplingError` for anything else."""
         if isinstance(answer, Tensor) and answer.shape == torch.Size(shape):
             return answer
@@ -183,32 +183,31 @@ class RowFunction:
         return answer[self.row.line]
 
 
-def listed(name: str, value: Any) -> tuple[Any, ...]:
+def listed(name: str, value: object) -> tuple[Function | RowFunction, ...]:
     """Return one function, several (also lists in lists) or None as a tuple.
 
     Raises:
         SamplingError: something else, a class, or what takes neither ids and scores nor a row's number.
     """
-    found = tuple(_flat(value))
-    for item in found:
-        if isinstance(item, RowFunction):  # of one of many prompts
-            continue
-        if not callable(item) or isinstance(item, type) or not (_takes(item, 2) or _takes(item, 1)):
+    found: list[Function | RowFunction] = []
+    for item in _flat(value):
+        if not (isinstance(item, RowFunction) or _takes(item, 2) or _takes(item, 1)):
             raise SamplingError(f"{name} holds {item!r:.60}, which takes no ids and scores: give functions that do")
-    return found
+        found.append(item)
+    return tuple(found)
 
 
-def for_row(row: BatchRow, *groups: Iterable[Any]) -> tuple[tuple[RowFunction, ...], ...]:
+def for_row(row: BatchRow, *groups: Iterable[Function | RowFunction]) -> tuple[tuple[RowFunction, ...], ...]:
     """Return groups of functions for one row.  An object in several of them is copied once.
 
     Raises:
-        SamplingError: a function keeps state that rows would share, cannot be copied, or is a factory's and none.
+        SamplingError: a function keeps state that rows would share, cannot be copied, or a factory returns no function.
     """
-    memo: dict[int, Any] = {}
+    memo: dict[int, object] = {}
     return tuple(tuple(_of_row(function, row, memo) for function in group) for group in groups)
 
 
-def _of_row(function: Any, row: BatchRow, memo: dict[int, Any]) -> RowFunction:
+def _of_row(function: Any, row: BatchRow, memo: dict[int, object]) -> RowFunction:
     """Return one function for a row."""
     if isinstance(function, RowFunction):
         return function
@@ -218,7 +217,7 @@ def _of_row(function: Any, row: BatchRow, memo: dict[int, Any]) -> RowFunction:
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
             raise SamplingError(f"{function!r:.60} takes one argument, row number {row.number}: {reason}") from error
-        if not callable(made) or isinstance(made, type) or not _takes(made, 2):
+        if not _takes(made, 2):
             raise SamplingError(
                 f"{function!r:.60} returned {made!r:.40} for row {row.number}, which takes no ids and scores"
             )
@@ -241,7 +240,7 @@ def _of_row(function: Any, row: BatchRow, memo: dict[int, Any]) -> RowFunction:
     return RowFunction(_copied(function, memo), row)
 
 
-def _copied(function: Function, memo: dict[int, Any]) -> Function:
+def _copied(function: Function, memo: dict[int, object]) -> Function:
     """Return a copy of an object, with models and tokenizers that it holds shared."""
     holder = getattr(function, "__self__", function)
     for held in vars(holder).values() if hasattr(holder, "__dict__") else ():
@@ -254,8 +253,8 @@ def _copied(function: Function, memo: dict[int, Any]) -> Function:
         raise SamplingError(f"{function!r:.60} cannot be copied for each row ({reason}): {ADVICE}") from error
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    """Yield the items of a list, and of transformers' lists in it; None is none."""
+def _flat(value: object) -> Iterator[object]:
+    """Yield the items of a list, and of transformers' lists in it; none for None."""
     if value is None:
         return
     for item in value if isinstance(value, list | tuple) else [value]:
@@ -265,8 +264,10 @@ def _flat(value: Any) -> Iterator[Any]:
             yield item
 
 
-def _takes(function: Function, count: int) -> bool:
-    """Whether a function can be called with so many arguments, as far as it says."""
+def _takes(function: object, count: int) -> TypeGuard[Function]:
+    """Whether a value is a function, not a class, that takes this many arguments, as far as it says."""
+    if not callable(function) or isinstance(function, type):
+        return False
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -288,7 +289,7 @@ def _written(code: CodeType) -> str:
     return ""
 
 
-def _reached(function: FunctionType) -> Iterator[Any]:
+def _reached(function: FunctionType) -> Iterator[object]:
     """Yield what a function could keep state in: what it closes over, its defaults, globals that it names."""
     found = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     found += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -297,36 +298,36 @@ def _reached(function: FunctionType) -> Iterator[Any]:
         yield getattr(value, "__self__", value) if inspect.ismethod(value) else value
 
 
-def _captured(function: FunctionType) -> tuple[Any, ...]:
+def _captured(function: FunctionType) -> tuple[object, ...]:
     """Return those of these values whose changes can be seen, and the function's attributes."""
     return (vars(function), *filter(_can_change, _reached(function)))
 
 
-def _is_filled(cell: Any) -> bool:
+def _is_filled(cell: CellType) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:  # of a variable that is set later
         return False
 
 
-def _is_of_library(value: Any) -> bool:
-    """Whether a value's class is one of libraries whose objects change by themselves only, as caches do."""
+def _is_of_library(value: object) -> bool:
+    """Whether a value's class belongs to a library whose objects change only internally, as caches do."""
     return type(value).__module__.split(".")[0] in LIBRARIES
 
 
-def _can_change(value: Any) -> bool:
+def _can_change(value: object) -> bool:
     """Whether a value is a container, a tensor, or an object of a class of the caller's, whose changes can be seen."""
     if isinstance(value, (*CONTAINERS, Tensor)):
         return True
     return not isinstance(value, FIXED) and not _is_of_library(value) and hasattr(value, "__dict__")
 
 
-def _is_hidden(value: Any) -> bool:
+def _is_hidden(value: object) -> bool:
     """Whether a value may keep state that cannot be seen: iterators, objects of compiled code."""
     return not (isinstance(value, FIXED) or _can_change(value) or _is_of_library(value))
 
 
-def _held(value: Any) -> list[Any]:
+def _held(value: object) -> list[object]:
     """Return what a container or an object holds now; of a tensor, how often it was written to."""
     if isinstance(value, Tensor):
         return [] if value.is_inference() else [writes(value)]
@@ -335,7 +336,7 @@ def _held(value: Any) -> list[Any]:
     return [*value] if isinstance(value, CONTAINERS) else [*vars(value).values()]
 
 
-def _same(before: list[Any], after: list[Any]) -> bool:
+def _same(before: list[object], after: list[object]) -> bool:
     """Whether the same things are held."""
     pairs = zip(before, after, strict=False)
     return len(before) == len(after) and all(a is b or (isinstance(a, int) and a == b) for a, b in pairs)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from specinfer.engine.followers import Followers
 from specinfer.errors import SamplingError
 from specinfer.grammar.matcher import Mask, Matcher
 
@@ -31,6 +32,7 @@ class Constraint:
         self.matcher, self.start, self.eos = matcher, start, eos
         self.end = max(eos)  # of several, chat models use the one that was added last
         self.seconds = 0.0  # in drafting
+        self.followers = Followers(start)  # for drafting
         self.failure: SamplingError | None = None  # of the matcher
 
     def after(self, paths: Sequence[Sequence[int]], scores: Tensor, padding: Sequence[int] = ()) -> Tensor:

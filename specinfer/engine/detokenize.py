@@ -33,7 +33,7 @@ class Pieces:
         self.seen = start  # ids before it were looked at
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.skipped = set() if special else {number for number, token in added.items() if token.special}
-        self.options: dict[str, Any] = {"skip_special_tokens": not special}
+        self.options: dict[str, bool] = {"skip_special_tokens": not special}
         self.cleans: bool | None = False  # whether the tokenizer cleans spaces up; None: not known yet
         self.held = ""  # text that is not cleaned up yet, because the next tokens may join it
         if getattr(tokenizer, "clean_up_tokenization_spaces", False):

@@ -12,10 +12,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
+from specinfer.attention import TreeModel
 from specinfer.engine.gumbel import Coupling
 from specinfer.engine.processors import Processors
 from specinfer.engine.store import Cached
@@ -86,7 +88,7 @@ class DraftSession(ABC):
         return None
 
     def levels_left(self) -> Sequence[int]:
-        """Return, per row, how many levels of a tree the draft can say something about; (): of as many as wanted."""
+        """Return, per row, for how many levels of a tree the draft can propose tokens; (): for any number."""
         return ()
 
     def grow(self, policy: Policy, source: Source, depth: int) -> Growth:
@@ -128,14 +130,14 @@ class DraftSession(ABC):
 
         Args:
             tokens: per row, the accepted path, then the bonus token; None retires the row, and a row of a session with
-                a `limit` that is committed nothing, (), stays as it is.
+                a `limit` to which nothing, (), is committed stays as it is.
             states: per row (n, aux_layers, H), the target's hidden states from which those n tokens were chosen; for
                 drafts with `aux_layers`.
             scored: per row, retired ones included, what the target said at all nodes, rejected ones included.
         """
 
     def read(self, row: int, ids: Sequence[int]) -> Cached | None:
-        """Return what was read of a row, for a session to come to begin with (`DraftContext.known`); None: nothing.
+        """Return what was read of a row, for a later session to begin with (`DraftContext.known`); None: nothing.
 
         Args:
             row: its number.
@@ -143,13 +145,13 @@ class DraftSession(ABC):
         """
         return None
 
-    def join(self, other: Any) -> None:
+    def join(self, other: Self) -> None:
         """Take in the rows of another session of the same draft, after the own ones, between two steps."""
         raise InputError(f"rows cannot join a {type(self).__name__}: generate them in one call, or give it `join`")
 
 
 class Clocked(DraftSession):
-    """A session that works through another one, of a draft or of a model: its clocks are the other's."""
+    """A session that runs another one, of a draft or of a model, and has its clocks."""
 
     session: Any
 
@@ -189,7 +191,7 @@ class Draft(ABC):
     name: str
     aux_layers: Sequence[int] = ()
     notes: Sequence[str] = ()
-    model: Any = None
+    model: object = None
     agreements: Sequence[tuple[str, list[float]]] = ()
     is_whole: bool = False
 
@@ -197,11 +199,11 @@ class Draft(ABC):
     def open(self, context: DraftContext) -> DraftSession:
         """Start drafting for a batch of rows."""
 
-    def attach(self, target: Any, tokenizer: Any) -> Draft:
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> Draft:
         """Return the draft that runs for one decoder: a copy bound to its target, or itself.
 
         Args:
-            target: a `TreeModel`.
+            target: the decoder's.
             tokenizer: the target's, or None.
         """
         return self
@@ -232,6 +234,6 @@ class Draft(ABC):
             seconds: that the call took.
         """
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, object]:
         """Return the settings, beside name and weights, that decide what it proposes, JSON-ready."""
         return {}

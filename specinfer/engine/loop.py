@@ -14,7 +14,7 @@ from collections.abc import Generator, Sequence
 from typing import Protocol, TypeVar
 
 from specinfer.engine.draft import DraftSession
-from specinfer.engine.grammar_draft import with_forced
+from specinfer.engine.grammar_draft import with_grammar
 from specinfer.engine.sequence import Row, target_views
 from specinfer.engine.sessions import Sessions
 from specinfer.engine.verify import Verifier
@@ -72,7 +72,7 @@ def propose(drafts: Sequence[DraftSession], policy: Policy, rows: Sequence[Row])
         trees = Forest.merged([draft.propose(policy, roots, max(depths)) for draft in drafts]).pruned(depths)
     else:
         trees = Forest(policy.kind, roots)
-    fitted = policy.fit(with_forced(trees, rows, len(drafts), policy.max_nodes))
+    fitted = policy.fit(with_grammar(trees, rows, len(drafts), policy))
     if fitted.roots != roots:
         raise TreeError(f"trees with roots {fitted.roots} were drafted for rows that end in {roots}")
     return fitted

@@ -9,14 +9,16 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypedDict, TypeVar, Unpack, cast, get_args, get_type_hints
 
+from transformers.generation import BaseStreamer, GenerationConfig
+
 from specinfer.common.chat import ChatOptions
 from specinfer.grammar.asked import GrammarOptions
 from specinfer.prompts import Inputs
 
 T = TypeVar("T")
-Function = TypeVar("Function", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., object])
 PerRow: TypeAlias = T | Sequence[T | None] | None  # one value, or in a batch one per row
-Functions: TypeAlias = Sequence[Callable[..., Any]] | Callable[..., Any] | None
+Functions: TypeAlias = Sequence[Callable[..., object]] | Callable[..., object] | None
 TokenIds: TypeAlias = int | Sequence[int] | None
 
 
@@ -88,7 +90,7 @@ class ConfigOptions(TypedDict, total=False):
     repetition_penalty: PerRow[float]
     no_repeat_ngram_size: PerRow[int]
     bad_words_ids: Sequence[Sequence[int]] | None
-    sequence_bias: Mapping[tuple[int, ...], float] | Sequence[Any] | None
+    sequence_bias: Mapping[tuple[int, ...], float] | Sequence[object] | None
     suppress_tokens: Sequence[int] | None
     begin_suppress_tokens: Sequence[int] | None
     forced_bos_token_id: int | None
@@ -126,7 +128,7 @@ class Options(UsualOptions, GrammarOptions, ChatOptions, Inputs, ConfigOptions, 
     raw: bool
     logprobs: bool | int
     prediction: str | Sequence[int] | None
-    generation_config: Any
+    generation_config: GenerationConfig | dict[str, Any] | None
     logits_processor: Functions
     stopping_criteria: Functions
     cache_salt: str | None
@@ -135,7 +137,7 @@ class Options(UsualOptions, GrammarOptions, ChatOptions, Inputs, ConfigOptions, 
 class GenerateOptions(Options, total=False):
     """What `SpeculativeDecoder.generate` takes beside them; its docstring says what they do."""
 
-    streamer: Any
+    streamer: BaseStreamer | None
     keep_stop_string: bool
     max_rows: int
 
@@ -148,12 +150,12 @@ class ScoreOptions(ChatOptions, total=False):
     top_logprobs: int
 
 
-def names(kind: Any) -> list[str]:
+def names(kind: type) -> list[str]:
     """Return the keys of a `TypedDict`."""
     return list(kind.__annotations__)
 
 
-def part(options: Mapping[str, Any], kind: type[T]) -> T:
+def part(options: Mapping[str, object], kind: type[T]) -> T:
     """Return those of some options that are a `TypedDict`'s and that were given, in its order."""
     return cast(T, {name: options[name] for name in names(kind) if options.get(name) is not None})
 

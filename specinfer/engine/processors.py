@@ -7,18 +7,21 @@ sampling adds noise first.  Processors that read ``input_ids`` (repetition penal
 see each node's own path.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from math import inf
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 from transformers.generation import logits_process as hf
 
-from specinfer.engine.callables import RowFunction
+from specinfer.engine.callables import Function, RowFunction
 from specinfer.engine.constraint import Constraint
 from specinfer.engine.sampling import GenerationSettings
 from specinfer.errors import SamplingError
+
+T = TypeVar("T")
 
 
 class Processors:
@@ -29,7 +32,7 @@ class Processors:
         padding: ids that processors see before the row's ids (the left padding of a `transformers` batch).
     """
 
-    def __init__(self, processors: Sequence[Any], padding: Sequence[int] = ()) -> None:
+    def __init__(self, processors: Sequence[Function | RowFunction | Constraint], padding: Sequence[int] = ()) -> None:
         self.padding = list(padding)
         self.chain = [each if isinstance(each, RowFunction | Constraint) else RowFunction(each) for each in processors]
         self.constraint = next((each for each in self.chain if isinstance(each, Constraint)), None)
@@ -74,14 +77,14 @@ class Processors:
         return scores
 
 
-def with_custom(built: Sequence[Any], custom: Sequence[Any]) -> list[Any]:
-    """Return what was built, with the caller's functions in row of those of their type, then the caller's others."""
+def with_custom(built: Sequence[T], custom: Sequence[Function | RowFunction]) -> list[T | RowFunction]:
+    """Return what was built, with the caller's functions in place of those of their type, then the caller's others."""
     functions = [each if isinstance(each, RowFunction) else RowFunction(each) for each in custom]
     merged = [next((each for each in functions if type(each.function) is type(made)), made) for made in built]
     return merged + [each for each in functions if not any(each is taken for taken in merged)]
 
 
-def _processors(settings: GenerationSettings, prompt_length: int, device: Any) -> list[Callable[..., Tensor]]:
+def _processors(settings: GenerationSettings, prompt_length: int, device: torch.device) -> list[Function]:
     """Build what applies to greedy decoding and sampling, in the order of transformers' `_get_logits_processor`."""
     c, n, eos = settings.config, prompt_length, sorted(settings.eos)
     bos, last, penalty = c.forced_bos_token_id, c.forced_eos_token_id, c.repetition_penalty
@@ -104,10 +107,10 @@ def _processors(settings: GenerationSettings, prompt_length: int, device: Any) -
     )
 
 
-def _warpers(c: Any) -> list[Callable[..., Tensor]]:
+def _warpers(c: GenerationConfig) -> list[Function]:
     """Build what applies to sampling only, in transformers' order.
 
-    They hold numbers on the CPU, which work on every device: drafts that are not on the target's use them, too.
+    They hold numbers on the CPU, which work on every device: drafts on other devices than the target's also use them.
     """
     return _built(
         temperature=c.temperature != 1 and (hf.TemperatureLogitsWarper, float(c.temperature)),
@@ -122,7 +125,7 @@ def _warpers(c: Any) -> list[Callable[..., Tensor]]:
     )
 
 
-def _built(**wanted: Any) -> list[Callable[..., Tensor]]:
+def _built(**wanted: Any) -> list[Function]:
     """Construct processors from (class, *arguments) by option; an option with a false value needs none.
 
     Raises:

@@ -1,6 +1,6 @@
 """Requests: texts that were asked for, from their settings to their results.
 
-Knows: rows and how they are made, what was recorded of them and spent on them.
+Knows: rows, how they are made, what was recorded of them and spent on them.
 Does not know: when and beside whom they are decoded.
 """
 
@@ -66,7 +66,7 @@ class Request:
 
     @property
     def cached_tokens(self) -> int:
-        """How many tokens of the prompt were copied from what was read before, since the prompt's reading has begun."""
+        """How many tokens of the prompt were copied from what was read earlier; 0 until its reading begins."""
         return self.row.text.cached
 
     @property
@@ -116,7 +116,7 @@ def make_requests(
     stopping: Callable[..., Stopping] = Stopping,
     salt: str = "",
 ) -> list[Request]:
-    """Return the requests of a call, those of the first prompt first.
+    """Return the requests of a call, in the order of its prompts.
 
     Args:
         decoder: that will decode them.
@@ -210,7 +210,7 @@ def target_name(decoder: Decoder) -> str:
     return Path(name).name if Path(name).exists() else name
 
 
-def _made_by(decoder: Decoder, row: Row, policy: Policy) -> dict[str, Any]:
+def _made_by(decoder: Decoder, row: Row, policy: Policy) -> dict[str, object]:
     """Return what made a row's text, in words and numbers."""
     return {
         "target": target_name(decoder),
@@ -225,7 +225,7 @@ def _made_by(decoder: Decoder, row: Row, policy: Policy) -> dict[str, Any]:
 
 
 def _text(tokenizer: Any, row: Row, new: Sequence[int], keep_stop_string: bool) -> str:
-    """Return the text of a row's new tokens, maybe without the stop string, which may have begun in the prompt."""
+    """Return the text of a row's new tokens, with or without the stop string, which may begin in the prompt."""
     if not keep_stop_string and row.stopping.strings:
         return row.stopping.strings.text_before(row.ids[: row.prompt_length + len(new)], row.prompt_length)
     text: str = tokenizer.decode(new, skip_special_tokens=True)

@@ -5,26 +5,28 @@ Does not know: logits (`processors`), models, drafting, verification.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite, isnan
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard, TypeVar, TypeVarTuple
 
 from transformers import GenerationConfig
 
 from specinfer.common.advice import where_to_give
 from specinfer.common.values import plain
-from specinfer.engine.callables import BatchRow, for_row, listed
+from specinfer.engine.callables import BatchRow, Function, RowFunction, for_row, listed
 from specinfer.engine.options import Options
 from specinfer.errors import InputError, SamplingError
 from specinfer.grammar.matcher import Matcher
 from specinfer.prompts import is_text
 
 DEFAULT_MAX_NEW_TOKENS = 128
+T = TypeVar("T")
+Rest = TypeVarTuple("Rest")
 
 # Options that cannot work when one pass scores several branches, or that belong to another decoding method: names, the
 # value that does nothing (None does nothing either), and why all others are refused.
-_REFUSED: list[tuple[str, Any, str]] = [
+_REFUSED: list[tuple[str, object, str]] = [
     ("num_beams num_beam_groups", 1, "beam search keeps several hypotheses; tree verification follows one"),
     ("diversity_penalty", 0, "it belongs to group beam search"),
     ("length_penalty", 1, "it belongs to beam search"),
@@ -78,8 +80,8 @@ _INSTEAD = {
     for name in names.split()
 }
 # What options must be: their names, type, a test, and the test in words.
-_Number = int | float
-_POSSIBLE: list[tuple[str, Any, Callable[[Any], bool], str]] = [
+_Number: tuple[type[float], ...] = (int, float)
+_POSSIBLE: list[tuple[str, type | tuple[type, ...], Callable[[Any], bool], str]] = [
     ("do_sample renormalize_logits", bool, lambda v: True, "True or False"),
     ("remove_invalid_values return_dict_in_generate", bool, lambda v: True, "True or False"),
     ("temperature", _Number, lambda v: 0 < v < inf, "positive and finite, or 0, which is greedy"),
@@ -91,12 +93,12 @@ _POSSIBLE: list[tuple[str, Any, Callable[[Any], bool], str]] = [
     ("max_new_tokens max_length num_return_sequences", int, lambda v: v >= 1, "a whole number, at least 1"),
     ("no_repeat_ngram_size min_new_tokens min_length", int, lambda v: v >= 0, "a whole number, 0 for none"),
     ("max_time", _Number, lambda v: v >= 0, "a number of seconds, 0 or more"),
-    ("stop_strings", object, lambda v: _is_list_of(str, _strings(v)), "a string or a list of strings"),
-    ("pad_token_id bos_token_id", object, lambda v: _is_list_of(int, _items(v)), "a token id"),
+    ("stop_strings", object, lambda v: _is_list_of(_strings(v), str), "a string or a list of strings"),
+    ("pad_token_id bos_token_id", object, lambda v: _is_list_of(_items(v), int), "a token id"),
     ("exponential_decay_length_penalty", object, lambda v: _is_pair(v), "(start, factor)"),
 ]
 # Options that hold token ids: their names, what they look like, and lists of the ids in them.
-_TOKENS: list[tuple[str, str, Callable[[Any], Any]]] = [
+_TOKENS: list[tuple[str, str, Callable[[Any], Iterable[Iterable[object]]]]] = [
     ("eos_token_id forced_eos_token_id", "a token id, or a list of them", lambda v: [_items(v)]),
     ("bad_words_ids", "a list of lists of token ids", lambda v: v),
     ("sequence_bias", "a dict from tuples of token ids to numbers", lambda v: _biased(v)),
@@ -114,7 +116,7 @@ PER_ROW = (  # options that a batch may have a list of, one value a row
     *("do_sample", *WARPERS, "penalty_alpha", "repetition_penalty", "no_repeat_ngram_size"),
     *("max_new_tokens", "min_new_tokens", "max_length", "min_length"),
 )
-_DEFAULTS: dict[str, Any] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
+_DEFAULTS: dict[str, object] = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}
 
 
 class Contrast(NamedTuple):
@@ -128,11 +130,11 @@ class Contrast(NamedTuple):
 class GenerationSettings:
     """Validated options of one call.  `config` is complete: the model's own and Hugging Face's defaults are in it."""
 
-    config: Any  # transformers.GenerationConfig
+    config: GenerationConfig
     eos: frozenset[int]
     max_new_tokens: int | None  # None: config.max_length decides per row
-    processors: tuple[Any, ...]  # the caller's, in order: functions, or of one row (`of_row`)
-    criteria: tuple[Any, ...]  # the caller's stopping criteria, likewise
+    processors: tuple[Function | RowFunction, ...]  # the caller's, in order: functions, or of one row (`of_row`)
+    criteria: tuple[Function | RowFunction, ...]  # the caller's stopping criteria, likewise
     grammar: Matcher | None = None  # what the text may be, at its beginning; rows take copies
 
     @property
@@ -199,13 +201,13 @@ class GenerationSettings:
 
 
 def resolve(
-    model_config: Any,
-    generation_config: Any = None,
-    logits_processor: Any = None,
-    stopping_criteria: Any = None,
+    model_config: GenerationConfig,
+    generation_config: GenerationConfig | dict[str, object] | None = None,
+    logits_processor: object = None,
+    stopping_criteria: object = None,
     vocab_size: int | None = None,
     complete: bool = False,
-    **options: Any,
+    **options: object,
 ) -> GenerationSettings:
     """Merge options over a generation config over the model's own, and validate the result.
 
@@ -226,7 +228,7 @@ def resolve(
         SamplingError: an unknown, contradictory, impossible or unsupported option, by name.
     """
     if isinstance(generation_config, dict):
-        generation_config, options = None, {**generation_config, **options}
+        options, generation_config = {**generation_config, **options}, None
     if not isinstance(generation_config, GenerationConfig | None):
         raise SamplingError(f"generation_config={generation_config!r:.60} is neither a GenerationConfig nor a dict")
     given = {name: plain(value) for name, value in options.items() if value is not None}
@@ -292,14 +294,14 @@ def by_row(options: Mapping[str, Any], rows: int) -> list[dict[str, Any]]:
 def whole_distribution(temperature: float, max_new_tokens: int) -> Options:
     """Return the options of greedy decoding (0), or of sampling from the whole distribution at a temperature.
 
-    They mean the same distribution to transformers, too.
+    To transformers they mean the same distribution.
     """
     if not temperature:
         return {"max_new_tokens": max_new_tokens, "do_sample": False}
     return {"max_new_tokens": max_new_tokens, "do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
 
-def _check_greedy(given: dict[str, Any]) -> None:
+def _check_greedy(given: dict[str, object]) -> None:
     """Raise `SamplingError` for an option of sampling in a call that draws nothing."""
     contrastive = "penalty_alpha" in given
     method = "contrastive search" if contrastive else "greedy decoding"
@@ -309,14 +311,14 @@ def _check_greedy(given: dict[str, Any]) -> None:
             raise SamplingError(f"{name}={given[name]!r} has no effect in {method}: leave it out, or {advice}")
 
 
-def _max_new_tokens(config: Any, given: dict[str, Any], user_config: Any) -> int | None:
+def _max_new_tokens(config: GenerationConfig, given: dict[str, object], user_config: object) -> int | None:
     if config.max_new_tokens is not None and ("max_new_tokens" in given or "max_length" not in given):
         return int(config.max_new_tokens)
     length_named = "max_length" in given or getattr(user_config, "max_length", None) is not None
     return None if length_named else DEFAULT_MAX_NEW_TOKENS
 
 
-def _check_options(config: Any) -> None:
+def _check_options(config: GenerationConfig) -> None:
     """Raise `SamplingError` for an option that cannot be used or has an impossible value, by name."""
     for name, value, neutral, reason in _present(config, _REFUSED):
         if value != neutral:
@@ -344,7 +346,7 @@ def _check_options(config: Any) -> None:
         raise SamplingError("stop_strings holds an empty string, which would end every text at once: remove it")
 
 
-def _check_tokens(config: Any, given: Mapping[str, Any], vocab_size: int | None) -> None:
+def _check_tokens(config: GenerationConfig, given: Mapping[str, object], vocab_size: int | None) -> None:
     """Raise `SamplingError` for an option whose token ids are not the target's.
 
     An end of sequence may be -1, which is not a token.  In a configuration it may be any id: it does nothing there.
@@ -355,7 +357,7 @@ def _check_tokens(config: Any, given: Mapping[str, Any], vocab_size: int | None)
         except (TypeError, AttributeError, IndexError, ValueError):
             ids = [None]
         ids = [None] if isinstance(value, str | bytes) else ids
-        if not _is_list_of(int, ids):
+        if not _is_list_of(ids, int):
             raise SamplingError(f"{name}={value!r:.60} is not possible: it must be {shape}")
         meant = name in given and not (name == "eos_token_id" and value in (-1, [-1]))
         outside = [token for token in ids if vocab_size is not None and not 0 <= token < vocab_size]
@@ -363,15 +365,15 @@ def _check_tokens(config: Any, given: Mapping[str, Any], vocab_size: int | None)
             raise SamplingError(f"{name}: token id {outside[0]} is not in the target's vocabulary [0, {vocab_size})")
 
 
-def _biased(value: Any) -> list[Any]:
+def _biased(value: Any) -> list[Iterable[object]]:
     """Return the sequences of a sequence_bias; raise ValueError for a bias that is not a number."""
     pairs = list(value.items() if isinstance(value, dict) else value)
-    if not _is_list_of(_Number, [bias for _, bias in pairs]) or any(isnan(bias) for _, bias in pairs):
+    if not _is_list_of([bias for _, bias in pairs], _Number) or any(isnan(bias) for _, bias in pairs):
         raise ValueError
     return [ids for ids, _ in pairs]
 
 
-def _copied(name: str, value: Any) -> Any:
+def _copied(name: str, value: object) -> object:
     """Return a copy of an option's value: a call changes nothing of its caller's."""
     try:
         return copy.deepcopy(value)
@@ -379,26 +381,26 @@ def _copied(name: str, value: Any) -> Any:
         raise SamplingError(f"{name}={value!r:.60} is not possible ({error}): give a plain value") from error
 
 
-def _is_list_of(kind: Any, value: Any) -> bool:
+def _is_list_of(value: object, kind: type[T] | tuple[type[T], ...]) -> TypeGuard[Collection[T]]:
     return isinstance(value, list | tuple | set) and all(isinstance(v, kind) and not isinstance(v, bool) for v in value)
 
 
-def _is_pair(value: Any) -> bool:
-    return _is_list_of(_Number, value) and len(value) == 2 and all(map(isfinite, value))
+def _is_pair(value: object) -> bool:
+    return _is_list_of(value, _Number) and len(value) == 2 and all(map(isfinite, value))
 
 
-def _items(value: Any) -> list[Any]:
+def _items(value: object) -> list[Any]:
     """Return one value, several or None as a list."""
     return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _strings(value: Any) -> list[str]:
+def _strings(value: object) -> list[str]:
     return list(value) if isinstance(value, set) else _items(value)
 
 
-def _present(config: Any, table: Sequence[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+def _present(config: GenerationConfig, table: Sequence[tuple[str, *Rest]]) -> Iterator[tuple[str, Any, *Rest]]:
     """Yield the name and value of each option of a table that is not None, with the rest of its line."""
-    for names, *rest in table:
-        for name in names.split():
+    for line in table:
+        for name in line[0].split():
             if (value := getattr(config, name, None)) is not None:
-                yield (name, value, *rest)
+                yield (name, value, *line[1:])

@@ -1,12 +1,12 @@
 """The scheduler: requests come and go at any time, and each step decodes all that are under way.
 
 Requests that are decoded together are a batch (`Decoding`).  It begins with those that wait when nothing runs, and
-others join it between two steps, as long as there is room: their prompts are read in chunks, one a step, so that those
-under way never wait for a long one.  When none is left the batch ends, and the caches are released.  Drafts that learn
+others join between two steps while there is room: their prompts are read in chunks, one a step, so that requests under
+way never wait for a long one.  When none is left the batch ends, and the caches are released.  Drafts that learn
 do so then, and whenever many rows have ended.  Rows of contrastive search are a batch that nobody joins, and so are
 rows that differ in the distribution that sampled trees are drawn from.
 
-Threads: one at a time takes a step.  `Scheduler.add` and `Scheduler.abort` wait for nobody.
+One thread at a time takes a step.  `Scheduler.add` and `Scheduler.abort` do not wait.
 
 Knows: which requests wait, whose turn it is, when sessions are opened and dropped, what is recorded of a step.
 Does not know: how a step is decoded, where requests come from.
@@ -20,7 +20,6 @@ from functools import partial
 from itertools import count
 from textwrap import shorten
 from threading import get_ident
-from typing import Any
 
 from specinfer.attention import TreeModel, autocast_as_now, resumed, running
 from specinfer.common.lock import Turns
@@ -206,8 +205,8 @@ class Decoding:
 class Scheduler:
     """Decodes requests that may come and go while others are under way.
 
-    A request's token ids are those it has alone, whatever else is served.  What fails in one row alone, such as a
-    logits processor of its own, is `Request.error` of that request, and others go on.  If a step fails, it raises in
+    A request's token ids are those that it has alone, whatever else is served.  What fails in one row alone, such as
+    a logits processor of its own, is `Request.error` of that request, and others go on.  If a step fails, it raises in
     the thread that took it, and the error is that of all that were under way; those that wait begin with the next step.
 
     Args:
@@ -374,7 +373,7 @@ class Scheduler:
             self._batch = Decoding(newcomers(0), newcomers, self._policy, store, self._as_called)
         return self._batch
 
-    def _newcomers(self, kind: Any, active: int) -> list[Request]:
+    def _newcomers(self, kind: object, active: int) -> list[Request]:
         """Take the first that wait, as long as they are of a kind and there is room beside active ones."""
         found: list[Request] = []
         while self._waiting and (self.max_rows is None or active + len(found) < self.max_rows):
@@ -383,7 +382,7 @@ class Scheduler:
             found.append(self._waiting.popleft())
         return found
 
-    def _kind(self, request: Request) -> Any:
+    def _kind(self, request: Request) -> object:
         """Return what requests that are decoded together have in common."""
         row, ranked = request.row, self._policy.kind is Kind.RANKED
         return bool(row.contrast.alpha), None if ranked else (row.sampling, row.options)

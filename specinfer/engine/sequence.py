@@ -9,13 +9,12 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf, isfinite
 from time import monotonic
-from typing import Any
 from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import MaxTimeCriteria, StopStringCriteria
+from transformers import MaxTimeCriteria, PreTrainedTokenizerBase, StopStringCriteria
 
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.tensors import on_device
@@ -51,8 +50,8 @@ class Stopping:
         self,
         settings: GenerationSettings,
         budget: int,
-        device: Any = None,
-        tokenizer: Any = None,
+        device: torch.device | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         padding: Sequence[int] = (),
     ) -> None:
         self.eos, self.budget, self.device, self.padding = settings.eos, budget, device, padding
@@ -133,7 +132,7 @@ class Row:
         budget: int,
         seed: int,
         device: torch.device,
-        tokenizer: Any = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         draft_names: Sequence[str] = (),
         gate: float | None = None,
         processors: Processors | None = None,
@@ -170,7 +169,7 @@ class Row:
     def max_depth(self) -> int:
         """How deep the next tree may be: one level less than the row may emit, and a bare root below the gate.
 
-        A row that was taken back has a bare root, too, in the step that it leaves with.
+        A row that was taken back also has a bare root in the step that it leaves with.
         """
         return self.remaining - 1 if self.confident and not self.finished else 0
 

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import accumulate, zip_longest
 from math import inf
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from specinfer.attention import TreeModel, TreeSession
 from specinfer.attention.model import PREFILL_CHUNK
@@ -65,8 +65,8 @@ class Newcomers(NamedTuple):
 class Drafting(Clocked):
     """A draft's session for B rows, with a clock.
 
-    A draft often has a smaller context than its target.  A row that comes to its end there gets bare roots from then
-    on, and its result says so.  Rows whose prompts the target's pass reads beside the trees of others join after that
+    A draft often has a smaller context than its target.  A row that reaches its end gets bare roots from then on,
+    and its result says so.  Rows whose prompts the target's pass reads beside the trees of others join after that
     pass.
 
     Args:
@@ -81,12 +81,7 @@ class Drafting(Clocked):
         late: the last rows of the batch, if they join after the pass of this step.
     """
 
-    def __init__(
-        self,
-        draft: Draft,
-        context: DraftContext,
-        open: Callable[[Newcomers], "Drafting"],
-    ) -> None:
+    def __init__(self, draft: Draft, context: DraftContext, open: Callable[[Newcomers], "Drafting"]) -> None:
         self.session: DraftSession = draft.open(context)
         self.draft, self.open, self.proposing, self.late = draft, open, 0.0, Newcomers()
         self.inside = [True] * len(context.prompts)
@@ -136,7 +131,7 @@ class Drafting(Clocked):
         read = self.read(row, range(len(ids)))  # their number counts, and nothing is copied in every step
         return max(0, len(read.ids) - 1) if read else 0
 
-    def join(self, other: Any) -> None:
+    def join(self, other: Self) -> None:
         """Take in the rows of another session of the same draft, after the own ones."""
         if any(other.inside):
             self.session.join(other.session)
@@ -147,7 +142,7 @@ class Drafting(Clocked):
         return [value for value, inside in zip(values, self.inside, strict=False) if inside]
 
     def _let_go(self) -> None:
-        """Let rows leave that the session cannot go on with."""
+        """Drop the rows that the session cannot continue."""
         rows = [row for row, inside in enumerate(self.inside) if inside]
         ended = [levels <= 0 for levels in self.session.levels_left()] if rows and self.session.limit else []
         if not any(ended):
@@ -272,7 +267,7 @@ class Reader:
         self.left = [row.text.prompt[length:] for row, length in zip(rows, lengths, strict=True)]
 
     def read(self, most: int | None = None) -> bool:
-        """Read so many tokens of each prompt, or all; return whether the prompts are read."""
+        """Read this many more tokens of each prompt, or all; return whether all prompts are read."""
         count = max(map(len, self.left)) if most is None else most
         parts, self.left = [left[:count] for left in self.left], [left[count:] for left in self.left]
         done = not any(self.left)
@@ -314,10 +309,10 @@ class Sessions:
         )
 
     def join(self, rows: Sequence[Row], beside: bool) -> int:
-        """Read prompts, the first ones first, and let their rows join; all that it takes is prefill time.
+        """Read prompts in order, and let their rows join; the time that this takes is prefill time.
 
         Args:
-            rows: that are to join; a row that is not among them any more was taken back.
+            rows: that are to join; one that is no longer among them was taken back.
             beside: whether rows are under way: then a chunk is read, of several prompts or of a single longer one.
 
         Returns:
@@ -342,7 +337,7 @@ class Sessions:
         return len(reader.rows) if done else 0
 
     def release(self) -> None:
-        """Keep what was read, of rows that are decoded no more."""
+        """Keep what was read of rows that are no longer decoded."""
         if isinstance(self.target, StoringSession):
             rows = len(self.target.rows)  # others than a draft's if Ctrl-C came in between
             self.target.drafts = [draft for draft in self.drafts if draft.batch == rows]
@@ -365,13 +360,13 @@ class Sessions:
 
 
 def _end(rows: Sequence[Row]) -> int:
-    """Return how many tokens a row has at most."""
+    """Return the most tokens that a row may have."""
     return max(len(row.ids) for row in rows) + max(row.remaining for row in rows)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What was spent until a moment, or between two."""
+    """What was spent up to some moment, or between two."""
 
     seconds: Seconds = field(default_factory=Seconds)
     passes: int = 0  # of the target, those that read prompts excluded
@@ -387,7 +382,7 @@ class Reading:
 
 
 class Clocks:
-    """The clocks of a batch.  They run while it is decoded, and stand still between two steps.
+    """The clocks of a batch.  They run while it is decoded, and stop between two steps.
 
     Attributes:
         now: the newest reading.
@@ -398,7 +393,7 @@ class Clocks:
         self.resume()
 
     def resume(self) -> None:
-        """Go on: the time since the newest reading was the caller's."""
+        """Restart: the time since the newest reading was the caller's."""
         self.started = perf_counter()
 
     def read(self, target: TreeSession, drafts: Sequence[Drafting]) -> Reading:

@@ -27,7 +27,7 @@ class StopStrings:
         self.reach = max(map(len, self.strings)) - 1  # bytes before the last token that matter
         self.known: dict[tuple[int, int], bytes | None] = {}  # bytes of a token after another
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
-        self.options: dict[str, Any] = {"clean_up_tokenization_spaces": False} if cleans else {}
+        self.options: dict[str, bool] = {"clean_up_tokenization_spaces": False} if cleans else {}
 
     def find(self, ids: Sequence[int]) -> int | None:
         """Return how many bytes before the end the first stop string begins; None if none ends in the last token.

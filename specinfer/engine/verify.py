@@ -16,7 +16,7 @@ Each rule is exact for some kinds of tree only; `specinfer certify` checks this 
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -143,7 +143,7 @@ class MultiStep(Verifier):
         return None, p
 
 
-def chosen_verifier(verifier: Any, kind: Kind) -> Verifier:
+def chosen_verifier(verifier: object, kind: Kind) -> Verifier:
     """Return the verifier for trees of a kind; None is the usual one, which is exact for them.
 
     Raises:

@@ -1,22 +1,26 @@
 """Texts of a grammar: legal, the same with and without speculation, in fewer passes where tokens are forced."""
 
 import json
+import math
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from itertools import accumulate
 
+import numpy as np
 import pytest
 import torch
 from conftest import EOS_TEXT, Scripted, like, tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schemas import SCHEMAS, object_of
+from schemas import SCHEMAS, array_of, object_of
 
+import specinfer.engine.grammar_draft
 import specinfer.engine.loop
 from specinfer import Auto, BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder
 from specinfer.engine.constraint import Constraint
+from specinfer.engine.followers import Followers
 from specinfer.errors import InputError, NoTokenLeft, SamplingError
 from specinfer.grammar.asked import asked
 from specinfer.grammar.guidance import Guidance
@@ -114,7 +118,7 @@ def test_the_grammar_draft_changes_passes_alone(decoders, monkeypatch, name, com
     """The same decoder without it writes the same ids, in more passes."""
     asked_for = {**COMMON, "response_format": form(SCHEMAS[name], compact)}
     with_it = decoders["best-first"].generate(PROMPTS, **asked_for)
-    monkeypatch.setattr(specinfer.engine.loop, "with_forced", lambda trees, *_: trees)
+    monkeypatch.setattr(specinfer.engine.loop, "with_grammar", lambda trees, *_: trees)
     without = decoders["best-first"].generate(PROMPTS, **asked_for)
     assert ids(with_it) == ids(without)
     assert sum(len(result.steps) for result in with_it) < sum(len(result.steps) for result in without)
@@ -283,6 +287,127 @@ def test_contrastive_search_stays_within_the_grammar(target, tokenizer, draft):
     decoder = SpeculativeDecoder(target, tokenizer, draft, BestFirst(8, 4), compile=False)
     for result in decoder.generate(PROMPTS, **COMMON, penalty_alpha=0.6, top_k=4, regex="[a-d]{4}(xy)?z"):
         assert re.fullmatch("[a-d]{4}(xy)?z", result.text)
+
+
+# ---- what is likely where white space is free ----
+
+RECORD = {"first": True, "second": {"third": False, "fourth": [True, None, True]}, "fifth": True, "sixth": None}
+STYLES = {
+    "compact": {"separators": (",", ":")},
+    "one space": {},
+    "newline and two spaces": {"indent": 2},
+    "tabs": {"indent": "\t"},
+}
+
+
+def schema_of(value):
+    """Return a schema of values of the same shape, which allows any white space."""
+    if isinstance(value, dict):
+        return object_of(**{name: schema_of(each) for name, each in value.items()})
+    return array_of(schema_of(value[0]), 3, 3) if isinstance(value, list) else {"type": ["boolean", "null"]}
+
+
+def styled(tokenizer, style, prompt=1, record=RECORD):
+    """Options with which a target likes to write a record in a style; it may do otherwise if it is sampled."""
+    liked = tokenizer.encode(json.dumps(record, **STYLES[style]))
+
+    def like_it(input_ids, scores):
+        written = input_ids.shape[1] - prompt
+        if written < len(liked):
+            scores[:, liked[written]] += 9
+        return scores
+
+    schema = {**schema_of(record), "x-guidance": {"whitespace_pattern": r"[\x20\n\t]{1,20}"}}
+    option = {"type": "json_schema", "json_schema": {"schema": schema}}
+    return {**COMMON, "max_new_tokens": 160, "logits_processor": [like_it], "response_format": option}
+
+
+def without_suggestions(monkeypatch):
+    """Leave the grammar draft what is forced."""
+    monkeypatch.setattr(specinfer.engine.grammar_draft._Growing, "_suggested", lambda *_: {})
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "T = 0.7"])
+def test_white_space_takes_fewer_passes_and_changes_no_id(target, tokenizer, plain, monkeypatch, style, sampling):
+    """In every style, with chains and trees, alone and beside a draft that is never right."""
+    options = {**styled(tokenizer, style), **sampling}
+    wanted = plain.generate("a", **options)
+    if not sampling:
+        assert wanted.text == json.dumps(RECORD, **STYLES[style])
+    wrong = Scripted(lambda row: tokenizer.encode("}{"))
+    made = [
+        SpeculativeDecoder(target, tokenizer, drafts, tree, compile=False)
+        for drafts, tree in (((), BestFirst(16, 8)), ((), Chain(8)), ([wrong, "ngram"], BestFirst(8, 4)))
+    ]
+    suggested = [decoder.generate("a", **options) for decoder in made]
+    without_suggestions(monkeypatch)
+    forced = [decoder.generate("a", **options) for decoder in made]
+    assert ids([*suggested, *forced]) == [wanted.token_ids] * 6
+    passes = [[len(result.steps) for result in results] for results in (suggested, forced)]
+    assert all(fewer < more for fewer, more in zip(*passes, strict=True))
+    assert 1.3 * passes[0][0] < passes[1][0]
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7, "seed": 3}], ids=["greedy", "T = 0.7"])
+def test_what_is_suggested_is_no_more_likely_than_certain(undrafted, tokenizer, sampling):
+    """Children share their parent's probability; only what is forced has all of it."""
+    result = undrafted.generate("a", **{**styled(tokenizer, "newline and two spaces"), **sampling})
+    branches = 0
+    for step in result.steps:
+        chances = [math.exp(score) for score in step.tree.scores]
+        for node, chance in enumerate(chances):
+            children = step.tree.children(node)
+            assert sum(chances[child] for child in children) <= chance * (1 + 1e-9)
+            branches += len(children) > 1
+    assert branches > 5
+
+
+def test_a_policy_without_branches_gets_one_suggestion(target, tokenizer):
+    decoder = SpeculativeDecoder(target, tokenizer, (), Chain(8), compile=False)
+    result = decoder.generate("a", **styled(tokenizer, "one space"))
+    assert max(step.tree.num_drafted for step in result.steps) == 8
+    for step in result.steps:
+        assert step.tree.depth == step.tree.num_drafted
+
+
+def test_a_policy_gets_no_suggestion_that_is_less_likely_than_it_asks_for(target, tokenizer):
+    sizes = []
+    for least in (0.0, 0.4):
+        decoder = SpeculativeDecoder(target, tokenizer, (), BestFirst(16, 8, least), compile=False)
+        steps = decoder.generate("a", **styled(tokenizer, "one space")).steps
+        assert all(math.exp(min(step.tree.scores)) >= least for step in steps)
+        sizes.append(sum(step.tree.num_drafted for step in steps))
+    assert 0 < sizes[1] < sizes[0]
+
+
+def test_a_style_may_be_the_prompts(undrafted, tokenizer):
+    """JSON in the prompt shows how it is written: fewer passes than after other text of the same length."""
+    record = RECORD["second"]
+    example = json.dumps(record, **STYLES["tabs"])
+    passes = []
+    for prompt in (example, "x" * len(example)):
+        options = {**styled(tokenizer, "tabs", len(prompt), record), "max_new_tokens": 80}
+        result = undrafted.generate(prompt, **options)
+        assert result.text == example
+        passes.append(len(result.steps))
+    assert passes[0] < passes[1]
+
+
+def test_followers_are_counted_once_and_only_what_is_allowed_follows():
+    counted, at_once = Followers(2), Followers(2)
+    ids = [1, 2, 3, 2, 3, 2, 4, 1]
+    for length in (0, 1, 4, 4, 8):
+        counted.extend(ids[:length])
+    at_once.extend(ids)
+    assert (counted.after, counted.text) == (at_once.after, at_once.text)
+    assert counted.after[2] == {3: 2, 4: 1}
+    assert counted.text == {3: 2, 2: 2, 4: 1, 1: 1}
+    allowed = np.array([False, False, False, True, True, False])
+    # 3 followed 2 twice and is in the text twice, 4 once and once: that counts for one more, three are unseen
+    assert counted.chances(2, allowed) == pytest.approx({3: (2 + 2 / 6) / 4, 4: (1 + 1 / 6) / 4})
+    assert counted.chances(5, allowed) == pytest.approx({3: 2 / 6, 4: 1 / 6})
+    assert counted.chances(5, np.zeros(6, bool)) == {}
 
 
 # ---- ends ----
@@ -541,7 +666,7 @@ def test_the_default_target_extracts_records_in_fewer_passes(smollm, script, mon
     benchmark = script("structured")
     options = {"response_format": form(benchmark.SCHEMA), "max_new_tokens": 120}
     with_it = smollm.generate(benchmark.PROMPTS[0], **options)
-    monkeypatch.setattr(specinfer.engine.loop, "with_forced", lambda trees, *_: trees)
+    monkeypatch.setattr(specinfer.engine.loop, "with_grammar", lambda trees, *_: trees)
     without = smollm.generate(benchmark.PROMPTS[0], **{**options, "max_new_tokens": 40})
     assert with_it.token_ids[:40] == without.token_ids
     assert with_it.finish_reason == "eos"

@@ -5,9 +5,8 @@ Knows: where the headers are, and what their functions are called.  Does not kno
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from specinfer.attention.torch_private import call_of_header
+from specinfer.attention.torch_private import Size, Value, call_of_header
 
 FOLDER = Path(__file__).parent
 
@@ -20,11 +19,11 @@ def source() -> str:
 def call(
     header: str,
     function: str,
-    inputs: Sequence[Any],
-    sizes: Sequence[Any],
+    inputs: Sequence[Value],
+    sizes: Sequence[Size],
     constants: Sequence[float] = (),
-    strides: Sequence[Any] | None = None,
-) -> Any:
+    strides: Sequence[Size] | None = None,
+) -> Value:
     """Return the value that a function of a header fills, as `call_of_header` does.
 
     Args:

@@ -2,8 +2,8 @@
 
 Knows: the token ids of each row, a memory of earlier texts if there is one.  Does not know: any model.
 
-Contexts of up to 64 tokens are blended (`text_index`), so the longer a match, the surer the draft, and the deeper a
-policy grows.  SuffixDecoding (arXiv 2411.04975) and SAM decoding (arXiv 2411.10666) draft from the longest match alone.
+Contexts of up to 64 tokens are blended (`text_index`): the longer a match, the surer the draft, and the deeper a policy
+grows.  SuffixDecoding (arXiv 2411.04975) and SAM decoding (arXiv 2411.10666) draft from the longest match alone.
 The contexts of one match are not independent: each counts for half of one (the square root of its escape).  Then the
 probabilities are about the rates at which tokens are accepted.  Where a value breaks a match, `Passages` find the way
 back.
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from copy import copy
 from itertools import takewhile
 from math import inf
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -105,7 +105,7 @@ def special_ids(tokenizer: PreTrainedTokenizerBase | None) -> frozenset[int]:
 
 
 def template_prefix(tokenizer: PreTrainedTokenizerBase | None) -> list[int]:
-    """Return the tokens with which a chat template begins every prompt of one message, whatever that says.
+    """Return the tokens with which a chat template begins every prompt of one message, whatever the message says.
 
     They are its own system message, if it has one, and a header.
     """
@@ -122,8 +122,8 @@ def common(texts: Sequence[Sequence[int]]) -> list[int]:
     return [each[0] for each in takewhile(lambda each: len({*each}) == 1, zip(*texts, strict=False))]
 
 
-def with_memory(drafts: Sequence[object], memory: Memory | None) -> list[Any]:
-    """Return drafts of which the suffix drafts are copies with the memory.
+def with_memory(drafts: Sequence[Draft], memory: Memory | None) -> list[Draft]:
+    """Return the drafts, with suffix drafts replaced by copies that have the memory.
 
     Raises:
         InputError: no draft reads it.
@@ -138,7 +138,7 @@ def with_memory(drafts: Sequence[object], memory: Memory | None) -> list[Any]:
 
 
 class SuffixSession(DraftRows, DraftSession):
-    """A draft that counts at work: a `Source` of sparse distributions on the CPU."""
+    """A counting draft at work: a `Source` of sparse distributions on the CPU."""
 
     per_row = (*DraftRows.per_row, "texts", "unread", "passages")
     device = torch.device("cpu")
@@ -170,19 +170,19 @@ class SuffixSession(DraftRows, DraftSession):
         self.paths: list[list[tuple[int, ...]]] = []  # per row: the path of every frontier node so far, root first
 
     def indices(self, row: int) -> list[TextIndex]:
-        """Return where a row's occurrences are counted: in its text; with a memory, also there and in other rows."""
+        """Return where a row's occurrences are counted: in its text and, with a memory, there and in other rows."""
         text = self.texts[row]
         others = [other for other in self.texts if other is not text]
         return [text, *others[:OTHERS], self.memory.index] if self.memory else [text]
 
     def known(self, row: int) -> bool:
-        """Return whether anything may follow a row's text."""
+        """Return whether anything is known to follow a row's text."""
         recent = tuple(self.texts[row].ids[-self.max_context :])
         known = any(index.seen(recent) for index in self.indices(row))
         return known or bool(self.passages and self.passages[row].texts)
 
     def source(self, roots: Sequence[int]) -> Source | None:
-        """Return the session itself; None if nothing is known that may follow any row."""
+        """Return the session itself; None if nothing is known to follow any row."""
         self._read()
         self.paths = [[] for _ in self.texts]
         return self if any(map(self.known, range(self.batch))) else None
