@@ -38,7 +38,11 @@ constexpr int LANES = 8, MOST_ROWS = 3;
 #endif
 constexpr int BLOCK = 32, GROUP = 32;              // outputs of a block; inputs of a group
 constexpr int LINE = 64;                           // bytes of a word of 16 outputs
-constexpr int AHEAD = 8192;                        // bytes of weights that are on their way meanwhile
+#ifdef __AMX_INT8__  // bytes of weights that are on their way meanwhile, lines of them that are asked for, and into which cache
+constexpr int AHEAD = 8192, LINES_AHEAD = 4, CACHE = 2;
+#else  // measured on an EPYC (Zen 4), which reads half as fast into its second cache as into its first one
+constexpr int AHEAD = 2048, LINES_AHEAD = 8, CACHE = 3;
+#endif
 constexpr int64_t PANEL = 96;                      // states that stay in the cache while weights pass by
 constexpr int64_t SMALL = 1 << 15;                 // multiplications that are not worth a second thread
 
@@ -366,8 +370,9 @@ void multiply(const Block& block, int first, const Panel& states, float* results
             asm volatile("" ::: "memory");  // states are read again, with the products, in place of being kept
             reader.begin(group);
             const uint8_t* integers_of_group = reader.integers();
-#pragma GCC unroll 4
-            for (int line = 0; line < 4; line++) __builtin_prefetch(integers_of_group + AHEAD + line * LINE, 0, 2);
+#pragma GCC unroll 8
+            for (int line = 0; line < LINES_AHEAD; line++)
+                __builtin_prefetch(integers_of_group + AHEAD + line * LINE, 0, CACHE);
             Integers of_high[R] = {}, of_low[R] = {};
             const auto finish = [&](int half) {
                 const int part = kind.halves ? half : 2;
@@ -425,7 +430,7 @@ void multiply(const Block& block, int first, const Panel& states, float* results
 
 template <int BITS, bool TABLE, Groups HOW, int R>
 void multiply_block(const Block& block, const Panel& states, float* results, int64_t width) {
-    constexpr int U = LANES == 16 && R <= 4 ? 2 : 1;
+    constexpr int U = LANES == 16 ? 2 : 1;  // two registers' outputs hide each other's waits, even where sums leave registers
     for (int first = 0; first < BLOCK; first += U * LANES)
         multiply<BITS, TABLE, HOW, R, U>(block, first, states, results, width);
 }
@@ -525,7 +530,7 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
                 reader.begin(unit * groups + step * in_step + in);
                 const uint8_t* bytes = reader.integers();
 #pragma GCC unroll 8
-                for (int line = 0; line < BITS; line++) __builtin_prefetch(bytes + AHEAD + line * LINE, 0, 2);
+                for (int line = 0; line < BITS; line++) __builtin_prefetch(bytes + AHEAD + line * LINE, 0, CACHE);
                 Words *low = weights[step][u][0] + 8 * in, *high = weights[step][u][BYTES - 1] + 8 * in;
                 Integers factor{};
                 if constexpr (HOW == FACTORED) factor = reader.factor(0);
