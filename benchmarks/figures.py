@@ -64,6 +64,7 @@ class Figure(NamedTuple):
         across: the format whose values become columns, of cells in the second format of ``columns``.
         plot: draws all rows in the colours of a palette.
         alt: what the plot shows, for those who do not see it.
+        lacks: a feature of processors (`FEATURES`): where it is there, nothing is measured.
     """
 
     runs: dict[str, Run]
@@ -73,6 +74,7 @@ class Figure(NamedTuple):
     across: str = ""
     plot: Callable[[Any, list[Row], dict[str, str]], None] | None = None
     alt: str = ""
+    lacks: str = ""
 
 
 def plot_passes(ax: Any, rows: list[Row], palette: dict[str, str]) -> None:
@@ -317,6 +319,20 @@ FIGURES = {
 }
 
 
+def without_tiles(name: str) -> Figure:
+    """Return a figure's compiled passes on processors without AMX, whose products have other prices."""
+    figure = FIGURES[name]
+    labels = "135M, bfloat16", "135M, Q4_1", "1.5B, Q4_K_M"
+    runs = {label: figure.runs[label] for label in labels}
+    ours = {
+        label: run._replace(options=run.options.replace(THREE, "--methods auto plain")) for label, run in runs.items()
+    }
+    return figure._replace(runs=ours, plot=None, lacks="AMX")
+
+
+FIGURES |= {f"{name}-without-tiles": without_tiles(name) for name in ("speed", "passes")}
+
+
 def lacking(options: str) -> list[str]:
     """Return what a run needs and the machine has not."""
     found = [name for place, name in PLACES.items() if re.search(rf"\b{place}\b", options) and name not in os.environ]
@@ -367,7 +383,10 @@ def kept(name: str) -> list[Row]:
 
 def measure(name: str, fast: bool, here: Row) -> int:
     """Run what a figure needs and the machine has, and keep it with its circumstances; return how many runs failed."""
-    failed = 0
+    failed, feature = 0, FIGURES[name].lacks
+    if feature in here["machine"]["features"]:
+        print(f"{name}: left as it was, for this processor has {feature}", flush=True)
+        return 0
     for label, run in FIGURES[name].runs.items():
         title = f"{name}: {label or run.script}"
         if missing := lacking(run.options):
