@@ -69,7 +69,9 @@ def pack(parts: Iterable[Quantised], outputs: int, inputs: int, pages: LargePage
                 f"groups of {part.group} inputs were given, and those have factors: products take no others"
             )
         if code < 0:
-            code, size = code_of(part), -(-(_size(part) + (LINE if part.values else 0)) // LINE) * LINE
+            of_spans, of_groups, _ = _scales(part)
+            bytes_of_block = _size(part, [*of_spans, *of_groups]) + (LINE if part.values else 0)
+            code, size = code_of(part), -(-bytes_of_block // LINE) * LINE
             packed = pages.zeros(body + blocks * size)
             packed[:8].view(torch.int64)[0] = outputs
             entries = packed[LINE : LINE + ENTRY * blocks].view(torch.int64).view(blocks, 2)
@@ -136,7 +138,7 @@ def _fill(blocks: Tensor, part: Quantised) -> None:
         blocks = blocks[:, LINE:]
     of_spans, of_groups, span = _scales(part)
     spans = part.integers.shape[1] // span
-    room = blocks[:, : _size(part)].unflatten(1, (spans, -1))
+    room = blocks[:, : _size(part, [*of_spans, *of_groups])].unflatten(1, (spans, -1))
     lines = _written(room, of_spans).unflatten(2, (span // GROUP, -1))
     words = _written(lines, of_groups).view(torch.int32).unflatten(3, (2, part.bits, BLOCK // 2))
     integers = _by_blocks(part.integers).view(torch.int32).unflatten(1, (2, -1)).unflatten(3, (spans, -1, 8))
@@ -147,11 +149,10 @@ def _fill(blocks: Tensor, part: Quantised) -> None:
         at += plane
 
 
-def _size(part: Quantised) -> int:
-    """Return the bytes of a block without those of a table."""
-    of_spans, of_groups, _ = _scales(part)
-    scales = sum(BLOCK * values.shape[1] * values.itemsize for values in (*of_spans, *of_groups))
-    return scales + BLOCK * part.integers.shape[1] * part.bits // 8
+def _size(part: Quantised, scales: Sequence[Tensor]) -> int:
+    """Return the bytes of a block, without those of a table, from what `_scales` returns."""
+    integers = BLOCK * part.integers.shape[1] * part.bits // 8
+    return integers + sum(BLOCK * values.shape[1] * values.itemsize for values in scales)
 
 
 def _written(room: Tensor, values: Sequence[Tensor]) -> Tensor:

@@ -26,6 +26,13 @@
 #include "../compiler/kernels/tiles.h"
 
 #define INLINE inline __attribute__((always_inline))
+#if defined(__AVX512BW__)  // the instructions that the widest registers have
+#define SIMD(name) _mm512_##name
+#define SIMD_INTEGERS __m512i
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define SIMD(name) _mm256_##name
+#define SIMD_INTEGERS __m256i
+#endif
 
 namespace {
 
@@ -40,7 +47,7 @@ constexpr int BLOCK = 32, GROUP = 32;              // outputs of a block; inputs
 constexpr int LINE = 64;                           // bytes of a word of 16 outputs
 #ifdef __AMX_INT8__  // bytes of weights that are on their way meanwhile, lines of them that are asked for, and into which cache
 constexpr int AHEAD = 8192, LINES_AHEAD = 4, CACHE = 2;
-#else  // measured on an EPYC (Zen 4), which reads half as fast into its second cache as into its first one
+#else  // as is best on an EPYC with Zen 4 (docs/passes.md); other processors without AMX were not measured
 constexpr int AHEAD = 2048, LINES_AHEAD = 8, CACHE = 3;
 #endif
 constexpr int64_t PANEL = 96;                      // states that stay in the cache while weights pass by
@@ -132,24 +139,14 @@ INLINE Integers add_products(Integers sum, Words numbers, uint32_t four) {
     return (Integers)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)numbers, _mm512_set1_epi32(four));
 #elif defined(__AVXVNNI__)
     return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)numbers, _mm256_set1_epi32(four));
-#elif defined(__AVX512BW__)
-    const __m512i weights = (__m512i)numbers, states = _mm512_set1_epi32(four);
+#elif defined(SIMD)
+    const auto weights = (SIMD_INTEGERS)numbers, states = SIMD(set1_epi32)(four);
     if constexpr (BITS < 8) {  // else sums of pairs need more than 16 bits
-        const __m512i pairs = _mm512_maddubs_epi16(weights, states);
-        return sum + (Integers)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+        return sum + (Integers)SIMD(madd_epi16)(SIMD(maddubs_epi16)(weights, states), SIMD(set1_epi16)(1));
     }
-    const __m512i even = _mm512_and_si512(weights, _mm512_set1_epi16(255)), odd = _mm512_srli_epi16(weights, 8);
-    const __m512i first = _mm512_srai_epi16(_mm512_slli_epi16(states, 8), 8), second = _mm512_srai_epi16(states, 8);
-    return sum + (Integers)_mm512_madd_epi16(even, first) + (Integers)_mm512_madd_epi16(odd, second);
-#elif defined(__AVX2__) && !defined(__AVX512F__)
-    const __m256i weights = (__m256i)numbers, states = _mm256_set1_epi32(four);
-    if constexpr (BITS < 8) {  // else sums of pairs need more than 16 bits
-        const __m256i pairs = _mm256_maddubs_epi16(weights, states);
-        return sum + (Integers)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-    }
-    const __m256i even = _mm256_and_si256(weights, _mm256_set1_epi16(255)), odd = _mm256_srli_epi16(weights, 8);
-    const __m256i first = _mm256_srai_epi16(_mm256_slli_epi16(states, 8), 8), second = _mm256_srai_epi16(states, 8);
-    return sum + (Integers)_mm256_madd_epi16(even, first) + (Integers)_mm256_madd_epi16(odd, second);
+    const auto even = (SIMD_INTEGERS)(numbers & 0x00ff00ffu), odd = SIMD(srli_epi16)(weights, 8);
+    const auto first = SIMD(srai_epi16)(SIMD(slli_epi16)(states, 8), 8), second = SIMD(srai_epi16)(states, 8);
+    return sum + (Integers)SIMD(madd_epi16)(even, first) + (Integers)SIMD(madd_epi16)(odd, second);
 #elif defined(__ARM_FEATURE_DOTPROD)
     const int8x16_t states = vreinterpretq_s8_u32(vdupq_n_u32(four)), middle = vdupq_n_s8(64);
     for (int part = 0; part < LANES; part += 4) {

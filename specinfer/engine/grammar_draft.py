@@ -11,7 +11,7 @@ Knows: trees, constraints.  Does not know: how grammars are followed, how trees 
 from collections.abc import Sequence
 from contextlib import suppress
 from heapq import heappop, heappush
-from math import exp, inf, log
+from math import inf, log
 from operator import itemgetter
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -121,16 +121,8 @@ class _Growing:
     def _suggested(self, path: Sequence[int], allowed: Mask) -> dict[int, float]:
         """Return log-probabilities of tokens that may follow ids: of the likeliest alone if trees do not branch."""
         chances = self.rule.followers.chances(path[-1], allowed) if np.count_nonzero(allowed) <= FEW else {}
-        if not chances:
-            return {}
         ranks = {token: log(chance) for token, chance in chances.items()}
-        if self.row.sampling:  # the target draws with the same noise
-            noise = self.row.coupling.of(len(path), [*ranks])
-            ranks = {token: rank + more for (token, rank), more in zip(ranks.items(), noise, strict=True)}
-            best = max(ranks.values())
-            total = best + log(sum(exp(rank - best) for rank in ranks.values()) / sum(chances.values()))
-            ranks = {token: rank - total for token, rank in ranks.items()}
-        return ranks if self.branches else dict([max(ranks.items(), key=itemgetter(1))])
+        return ranks if self.branches or not ranks else dict([max(ranks.items(), key=itemgetter(1))])
 
     def _wait(self, node: Node, drafted: int, forced: Sequence[int] = ()) -> None:
         heappush(self.waiting, Waiting(-node.score, self.found, node, drafted, forced))

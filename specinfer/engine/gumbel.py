@@ -9,9 +9,7 @@ The mixer is SplitMix64's finaliser (Steele, Lea, Flood, "Fast splittable pseudo
 2014) over ``key + (counter + 1) * golden``, which is exactly the SplitMix64 sequence started at ``key``.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache
-from math import log, log1p
 
 import numpy as np
 import torch
@@ -54,11 +52,6 @@ def gumbel(key_: int | Tensor, count: int, device: torch.device = CPU) -> Tensor
     return negative.log1p_().neg_().log_().neg_()
 
 
-def gumbel_of(key_: int, index: int) -> float:
-    """Return one of the numbers of a key; it differs from that in `gumbel` by rounding alone."""
-    return -log(-log1p(-min(uniform(key_, index) + 2.0**-54, 1.0 - 2.0**-24)))
-
-
 class Coupling:
     """A row's Gumbel noise: one vector per position, computed once for its drafts and its target.
 
@@ -83,11 +76,6 @@ class Coupling:
                 made = [*gumbel(on_device(keys, device)[:, None], count, device)]
             self._made |= {(ahead, count, device): noise for ahead, noise in zip(positions, made, strict=True)}
         return self._made[position, count, device]
-
-    def of(self, position: int, tokens: Sequence[int]) -> list[float]:
-        """Return the noise of a few tokens at a position, but for rounding, without that of all."""
-        key_ = key(self.seed, COUPLING, position)
-        return [gumbel_of(key_, token) for token in tokens]
 
     def forget(self, end: float) -> None:
         """Drop the noise of positions before the end."""

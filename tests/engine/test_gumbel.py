@@ -76,13 +76,6 @@ def test_tensors_are_the_reference(start):
     assert draws(start, 200) == pytest.approx(wanted, rel=1e-4, abs=1e-5)
 
 
-def test_the_noise_of_a_few_tokens_is_that_of_all():
-    tokens, noise = [0, 7, 199, 3], Coupling(11)
-    for position in (0, 5, 1000):
-        wanted = noise.at(position, 200, torch.device("cpu"))[tokens].tolist()
-        assert noise.of(position, tokens) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
-
-
 def test_hosts_and_devices_mix_alike():
     state = torch.randint(-(2**63), 2**63 - 1, (1000,))
     assert torch.equal(_mixed(state.clone()), _mixed_on_host(state.clone()))
