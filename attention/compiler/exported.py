@@ -73,13 +73,21 @@ class Pass(nn.Module):
         aux_layers: the hidden states to return.
         keeps: whether its forward takes ``logits_to_keep``.
         extra: names of the unusual inputs of its forward.
+        vocabulary: how many logits a node has.
     """
 
     def __init__(
-        self, model: nn.Module, kinds: Sequence[str], aux_layers: Sequence[int], keeps: bool, extra: Sequence[str]
+        self,
+        model: nn.Module,
+        kinds: Sequence[str],
+        aux_layers: Sequence[int],
+        keeps: bool,
+        extra: Sequence[str],
+        vocabulary: int,
     ) -> None:
         super().__init__()
         self.model, self.kinds, self.aux_layers, self.keeps, self.extra = model, kinds, aux_layers, keeps, extra
+        self.vocabulary = vocabulary
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, ...]:
         """Return logits (B, C, W), and hidden states (B, T, K, H) if layers are named."""
@@ -91,7 +99,7 @@ class Pass(nn.Module):
         inputs |= {"input_ids": tensors.ids, "attention_mask": masks if len(masks) > 1 else tensors.masks[0]}
         output = self.model(**inputs, past_key_values=_ExportedCache(tensors), use_cache=True, return_dict=True)
         logits = output.logits if self.keeps else output.logits[:, tensors.columns]
-        logits = logits[..., : tensors.words.shape[0]]
+        logits = logits.narrow(-1, 0, tensors.words.shape[0])
         if not self.aux_layers:
             return (logits,)
         return logits, torch.stack([output.hidden_states[layer] for layer in self.aux_layers], 2)
@@ -142,9 +150,8 @@ def export_pass(
         Exception: the model cannot be exported: it branches on data, or the graph would hold for some sizes only; or
             the pass is packed, and our kernel does not do all of its attention.
     """
-    rows, nodes, slots, kv_length, kept, words = (
-        Dim(name, min=1) for name in ("rows", "nodes", "slots", "kv_length", "kept", "words")
-    )
+    rows, nodes, slots, kv_length, kept = (Dim(name, min=1) for name in ("rows", "nodes", "slots", "kv_length", "kept"))
+    words = Dim("words", min=1, max=model.vocabulary)
     each = {} if example.rows else {0: rows}
     per_node, buffers = {**each, 1: nodes}, [{0: rows, 2: slots}] * len(example.keys)
     per_mask = {**each, 2: nodes, 3: kv_length}

@@ -89,7 +89,7 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
         linear.teach_compiler()
         attend.teach_compiler()
         (layers, vocabulary), variants = _sizes(model), []
-        graphs, packs = _graphs(model, form, aux_layers, layers, stored)
+        graphs, packs = _graphs(model, form, aux_layers, layers, vocabulary, stored)
         for number, (extra, (graph, sources)) in enumerate(zip(variants_of(model.model), graphs, strict=True)):
             path = folder / f"pass-{number}.pt2"
             compile_package(graph, path)
@@ -107,7 +107,12 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
 
 
 def _graphs(
-    model: TreeModel, form: str, aux_layers: Sequence[int], layers: Sequence[Sequence[int]], stored: torch.nn.Module
+    model: TreeModel,
+    form: str,
+    aux_layers: Sequence[int],
+    layers: Sequence[Sequence[int]],
+    vocabulary: int,
+    stored: torch.nn.Module,
 ) -> tuple[list[Graph], bool]:
     """Export a model's passes, packed if they can be; return them, and whether they are."""
     dtypes = {name: tensor.dtype for name, tensor in named_tensors(stored)}
@@ -116,7 +121,8 @@ def _graphs(
         found = []
         for extra in variants_of(model.model):
             kinds, names = sorted(model.spec.windows), sorted(extra)
-            one = exported.Pass(model.model, kinds, aux_layers, model.takes_logits_to_keep, names)
+            keeps = model.takes_logits_to_keep
+            one = exported.Pass(model.model, kinds, aux_layers, keeps, names, vocabulary)
             given = _example(model, layers, extra, packed), partial(form_of, form=form), dtypes
             found.append(exported.export_pass(one.eval(), *given))
         return found
