@@ -20,13 +20,13 @@ tree *positions* (committed length + depth), not between cache columns.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention.context import AttentionSpec
@@ -34,6 +34,7 @@ from specinfer.common.tensors import on_device
 from specinfer.tree import Forest, Frontier, TokenTree
 
 Columns = Sequence[range] | None  # of each row, nodes of a layout; None: all
+FEW = 64  # nodes of chains whose layouts are kept: plain steps and drafts' levels repeat them
 
 
 class Layout(NamedTuple):
@@ -44,17 +45,13 @@ class Layout(NamedTuple):
     columns: Tensor  # (N,) long, the pending column of each node in its row
     visible: Tensor  # (N, S) bool; [n, s] = node n attends to pending column s of its row
     depths: Tensor  # (B, S) long; position of every pending column = committed length + depth
+    node_depths: Tensor  # (N,) long, the depth of each node
     sizes: Sequence[int]  # nodes of each row
     wanted: Columns = None  # the nodes whose logits are wanted
     extra: Mapping[str, Tensor] = {}  # what else a model's forward takes, by name: (N, ...) each
     order: Tensor | None = None  # of padded rows, (B, T): which value of `extra` stands where
     at_end: bool = False  # whether padding comes before a row's nodes
     words: int | None = None  # logits of so many token ids are enough, from 0 on; None = all
-
-    @property
-    def node_depths(self) -> Tensor:
-        """The depth of each node, (N,)."""
-        return self.depths[self.rows, self.columns]
 
     def after(self, lengths: Sequence[int]) -> int | Tensor:
         """Return how many committed tokens stand before each node, (N,), or for all nodes if rows have as many."""
@@ -73,6 +70,8 @@ def lay_out_trees(
         width: nodes that each row is padded to, behind its own; 0 = none is.
     """
     nodes = Forest.of(trees).nodes
+    if not unread and np.array_equal(nodes.depths[nodes.starts[1:] - 1] + 1, nodes.sizes):  # each row is one path
+        return _lay_out(nodes.tokens.copy(), nodes.sizes.tolist(), device, width)
     before = np.array([*map(len, unread)], np.int64) if unread else np.zeros_like(nodes.sizes)
     layout = _Rows(nodes.sizes + before)
     columns = nodes.columns + before[nodes.rows]
@@ -94,8 +93,24 @@ def lay_out_chains(chains: Sequence[Sequence[int]], device: torch.device, width:
         device: of the tensors.
         width: nodes that each row is padded to, before its own, so that all end together; 0 = none is.
     """
-    layout = _Rows(np.array([*map(len, chains)], np.int64))
-    return layout.done(np.array([*chain(*chains)], np.int64), layout.columns, device, width, at_end=True)
+    return _lay_out(np.array([*chain(*chains)], np.int64), [*map(len, chains)], device, width, at_end=True)
+
+
+def _lay_out(
+    tokens: np.ndarray, sizes: Sequence[int], device: torch.device, width: int, at_end: bool = False
+) -> Layout:
+    """Lay out chains of B rows; only their tokens (N,) go to the device if chains of these sizes came before."""
+    form, order = (_form if len(tokens) <= FEW else _form.__wrapped__)((*sizes,), device, width, at_end)
+    return form._replace(tokens=on_device(tokens if order is None else tokens[order], device))
+
+
+@lru_cache(256)
+@torch.inference_mode(False)  # for whoever comes next
+def _form(sizes: tuple[int, ...], device: torch.device, width: int, at_end: bool) -> tuple[Layout, np.ndarray | None]:
+    """Return the layout of chains of these sizes, and which of their tokens stand where; None: all, in order."""
+    rows = _Rows(np.array(sizes, np.int64))
+    order = rows.order(width, at_end)[1].ravel() if width else None
+    return rows.done(np.zeros_like(rows.rows), rows.columns, device, width, at_end), order
 
 
 class _Rows:
@@ -117,23 +132,26 @@ class _Rows:
         """
         columns = self.columns[:, None]
         visible = (np.arange(self.ends.shape[1]) <= columns) & (columns < self.ends[self.rows])
-        rows, numbers, sizes, index = self.rows, self.columns, self.sizes, None
+        rows, numbers, index = self.rows, self.columns, None
         if width:
-            count = len(sizes)
-            numbers = (np.arange(width) - (width - sizes[:, None]) * at_end) % width
-            index = np.minimum(self.starts[:, None] + np.clip(numbers, 0, sizes[:, None] - 1), len(tokens) - 1)
-            rows, numbers, flat = np.repeat(np.arange(count), width), numbers.ravel(), index.ravel()
-            tokens, depths = tokens[flat], depths[flat]
-            visible = np.pad(visible[flat], ((0, 0), (0, width - visible.shape[1])))
-        by_row = np.zeros((len(sizes), visible.shape[1]), np.int64)
+            numbers, index = (each.ravel() for each in self.order(width, at_end))
+            rows = np.repeat(np.arange(len(self.sizes)), width)
+            tokens, depths = tokens[index], depths[index]
+            visible = np.pad(visible[index], ((0, 0), (0, width - visible.shape[1])))
+        by_row = np.zeros((len(self.sizes), visible.shape[1]), np.int64)
         by_row[rows, numbers] = depths
-        parts = [tokens, rows, numbers, by_row.ravel(), *([] if index is None else [flat])]
+        parts = [tokens, rows, numbers, depths, by_row.ravel(), *([] if index is None else [index])]
         packed = on_device(np.concatenate(parts), device)  # one transfer
-        ids, of_rows, of_columns, below, *stand = packed.split([part.size for part in parts])
-        padding = {"order": stand[0].view(index.shape), "at_end": at_end} if index is not None else {}
-        return Layout(
-            ids, of_rows, of_columns, on_device(visible, device), below.view(by_row.shape), sizes.tolist(), **padding
-        )
+        ids, of_rows, of_columns, of_nodes, below, *stand = packed.split([part.size for part in parts])
+        padding = {"order": stand[0].view(-1, width), "at_end": at_end} if width else {}
+        whole = on_device(visible, device), below.view(by_row.shape), of_nodes, self.sizes.tolist()
+        return Layout(ids, of_rows, of_columns, *whole, **padding)
+
+    def order(self, width: int, at_end: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return the column, and the node among all, at each place of rows that are padded: (B, width) each."""
+        numbers = (np.arange(width) - (width - self.sizes[:, None]) * at_end) % width
+        nodes = self.starts[:, None] + np.clip(numbers, 0, self.sizes[:, None] - 1)
+        return numbers, np.minimum(nodes, len(self.rows) - 1)
 
 
 def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.device) -> Layout:
@@ -146,7 +164,7 @@ def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.devi
     batch, width = tokens.shape
     rows = torch.arange(batch, device=device)[:, None].expand(batch, width).flatten()
     visible = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
-    depths = torch.where(frontier.valid, frontier.depth - 1, 0).to(device)
+    depths = own = torch.where(frontier.valid, frontier.depth - 1, 0).to(device)
     first = 0 if earlier is None else earlier.depths.shape[1]
     if earlier is not None:
         level, last = earlier.visible.unflatten(0, (batch, -1)), earlier.sizes[0]  # of the level before, in each row
@@ -156,7 +174,7 @@ def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.devi
         visible = torch.cat([inherited, visible], 2)
         depths = torch.cat([earlier.depths, depths], 1)
     columns = torch.arange(first, first + width, device=device).expand(batch, width).flatten()
-    return Layout(tokens.flatten(), rows, columns, visible.flatten(0, 1), depths, [width] * batch)
+    return Layout(tokens.flatten(), rows, columns, visible.flatten(0, 1), depths, own.flatten(), [width] * batch)
 
 
 def attention_mask(
@@ -180,19 +198,29 @@ def attention_mask(
     Returns:
         What the model's ``attention_mask`` argument takes: one mask (R, 1, T, L), or a dict of masks by layer type.
     """
-    masks = {
-        name: _converted(spec.implementation, arrange(_visible(layout, before, window, kv_length)), dtype)
-        for name, window in spec.windows.items()
-    }
+
+    def mask(window: int | None) -> Any:
+        if window is None and isinstance(before, int) and spec.implementation != "flex_attention":
+            return arrange(_additive(layout, before, dtype, kv_length))[:, None]
+        return _converted(spec.implementation, arrange(_visible(layout, before, window, kv_length)), dtype)
+
+    masks = {name: mask(window) for name, window in spec.windows.items()}
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _additive(layout: Layout, before: int, dtype: torch.dtype, kv_length: int) -> Tensor:
+    """Return the mask (N, L) where all nodes have as many slots before them, above all of a single row."""
+    count, pending = layout.visible.shape
+    mask, lowest = layout.visible.new_zeros(count, kv_length, dtype=dtype), torch.finfo(dtype).min
+    mask[:, before : before + pending].masked_fill_(~layout.visible[:, : kv_length - before], lowest)
+    if kv_length > before + pending:
+        mask[:, before + pending :] = lowest
+    return mask
 
 
 def _visible(layout: Layout, before: int | Tensor, window: int | None, kv_length: int) -> Tensor:
     """Return (N, L) bool: which of the L columns of its row each node attends to."""
     count, pending = layout.visible.shape
-    if window is None and isinstance(before, int):  # above all, of a single row
-        visible = pad(layout.visible[:, : kv_length - before], (before, 0), value=True)
-        return pad(visible, (0, kv_length - visible.shape[1])) if kv_length > visible.shape[1] else visible
     first = before[:, None] if isinstance(before, Tensor) else before
     columns = torch.arange(kv_length, device=layout.visible.device)
     relative = (columns - first).expand(count, -1)  # (N, L): < 0 committed, 0 <= .. < S pending, beyond: free

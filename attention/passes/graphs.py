@@ -34,7 +34,7 @@ Replay = Callable[[], tuple[Tensor, ...]]
 Function = Callable[[Tensors], tuple[Tensor, ...]]
 
 SEEN = 2  # passes of a shape before it is captured: they warm kernels up, and many shapes come only once
-TENSORS = "tokens", "rows", "columns", "visible", "depths"  # tensors of a layout
+TENSORS = Layout._fields[: Layout._fields.index("sizes")]  # of a layout
 HELD = 1 << 30  # bytes of inputs and outputs that the graphs of one cache hold
 IDLE = 2  # caches of one model that are kept for sessions to come
 
@@ -122,8 +122,9 @@ class GraphedPass(Pass):
         def run(given: Tensors) -> Outputs:
             extra = {name: given[name] for name in nodes.extra}
             every = None if wanted is None else [wanted] * rows
-            tokens, of_rows, of_columns, visible, depths = (given[name] for name in TENSORS)
-            padded = Layout(tokens, of_rows, of_columns, visible, depths, [placed.width] * rows, every, extra)
+            tokens, of_rows, of_columns, visible, depths, of_nodes = (given[name] for name in TENSORS)
+            whole = visible, depths, of_nodes, [placed.width] * rows
+            padded = Layout(tokens, of_rows, of_columns, *whole, every, extra)
             with cache.locate(given["lengths"], kv_length):
                 found = self.inner.through(model, padded, self.inner.arranged(padded), cache, aux_layers)
             return tuple(

@@ -142,7 +142,7 @@ class TensorPass(Pass):
     def __call__(self, model: Forward, nodes: Layout, cache: TreeCache, aux_layers: Sequence[int]) -> Result:
         """Feed nodes."""
         placed = self.arranged(nodes, common_width(nodes) if self.few_shapes else 0)
-        with model.ranks.together(*nodes[:5], cache.lengths):
+        with model.ranks.together(*nodes[:6], cache.lengths):
             logits, *states = self.through(model, nodes, placed, cache, aux_layers)
         return placed.logits(logits), *map(placed.states, states)
 

@@ -327,31 +327,50 @@ class Auto(Policy):
     def _judge(
         self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], levels: dict[int, float], spent: float
     ) -> None:
-        """Tell each draft's record what it gained: tokens that cheaper drafts would not have gained, less its seconds.
+        """Tell each draft's record what it gained.
 
-        What the tree cost beside them is divided by nodes, of which each draft has one more.  Gains are divided by the
-        root of the rows, as luck grows with it, and multiplied by the drafts: all may lose no more than one alone.
+        Gains are divided by the root of the rows, as luck grows with it, and multiplied by the drafts: all may lose no
+        more than one alone.
 
         Args:
             trees, paths: as `observe`.
             levels: by draft, seconds of its levels as far as they are known.
             spent: seconds of the step.
         """
+        asked = sorted((draft for draft, count in self.levels.items() if count), key=lambda d: levels.get(d, 0.0))
+        net = self._gains(asked, trees, paths, levels, spent) if asked and self.costs.seconds(len(trees), 0) else {}
+        scale = len(self.records) / sqrt(len(trees))
+        for draft, record in enumerate(self.records):
+            record.add(scale * net[draft] if draft in net else None)
+
+    def _gains(
+        self,
+        asked: Sequence[int],
+        trees: Sequence[TokenTree],
+        paths: Sequence[Sequence[int]],
+        levels: dict[int, float],
+        spent: float,
+    ) -> dict[int, float]:
+        """Return what each draft gained: tokens that cheaper drafts would not have gained, less its seconds.
+
+        What the tree cost beside them is divided by nodes, of which each draft has one more.
+
+        Args:
+            asked: drafts, cheap ones first.
+            trees, paths, levels, spent: as `_judge`.
+        """
         rows, plain = len(trees), self.costs.seconds(len(trees), 0)
-        price = rows / plain if plain else 0.0  # of plain decoding, which is what must not be slower
+        price = rows / plain  # of plain decoding, which is what must not be slower
         masks = [[tree.proposers[node] for node in path] for tree, path in zip(trees, paths, strict=True)]
         nodes = [mask for tree in trees for mask in tree.proposers[1:]]
-        asked = [draft for draft, count in self.levels.items() if count]
-        rest = price * (spent - sum(levels.values()) - plain) / (len(nodes) + len(asked) or 1)
+        rest = price * (spent - sum(levels.values()) - plain) / (len(nodes) + len(asked))
         net, before, covered, drafts = dict[int, float](), 0, 0, 0
-        for draft in sorted(asked, key=lambda draft: levels.get(draft, 0.0)) if price else ():
+        for draft in asked:
             drafts |= 1 << draft
             reached, scored = sum(reach(path, drafts) for path in masks), sum(mask & drafts > 0 for mask in nodes)
             net[draft] = reached - before - price * levels.get(draft, 0.0) - rest * (scored - covered + 1)
             before, covered = reached, scored
-        scale = len(self.records) / sqrt(rows)
-        for draft, record in enumerate(self.records):
-            record.add(scale * net[draft] if draft in net else None)
+        return net
 
     def reasons(self, names: Sequence[str], rows: int) -> str:
         """Return what the choices rest on, in words; names are the drafts'."""
