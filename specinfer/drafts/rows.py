@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.attention import TreeSession
-from specinfer.common.tensors import on_device
+from specinfer.common.tensors import largest, on_device
 from specinfer.engine.draft import Committed, DraftContext
 from specinfer.engine.gumbel import DRAFT, SILENT, key
 from specinfer.engine.store import Cached
@@ -98,9 +98,9 @@ class DraftRows:
         """
         size, likeliest = logits.shape[-1], None
         if self.couplings and self.context.processors.chain:  # some, like top-p, would sort all tokens at every node
-            logits, likeliest = logits.topk(min(max(k, CANDIDATES), size))
+            logits, likeliest = largest(logits, min(max(k, CANDIDATES), size))
         scores = self.scored(logits, self.noise_of(depths, size, likeliest, logits.device))
-        values, indices = scores.topk(min(k, size))
+        values, indices = largest(scores, k)
         if not self.couplings:  # in 16 bits many values are equal
             values, indices = _in_order(values, indices)
         best = values[..., :1]
