@@ -218,7 +218,7 @@ def _made(model: TreeModel, form: str, aux_layers: Sequence[int]) -> CompiledPas
                 if reason := compiled.refresh():
                     raise NotCompiled(reason)
                 error, limit = check(source, compiled, WIDTHS), limit_of(source, form)
-                _tell(f"compiled; largest error against the plain model {error:.1e}, where rounding explains {limit:g}")
+                _tell(f"compiled and checked: {error:.1g} from the plain model at most; up to {limit:g} is rounding")
                 record = parse_json((made / RECORD).read_text())
                 record["made"] = {"model": _checkpoint_name(model), "error": error, "limit": limit}
                 write_json(made / RECORD, record)

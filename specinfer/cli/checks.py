@@ -33,9 +33,9 @@ DISTANCES = (
 ERRORS = (
     "error: of a node's logits or states when the package was made, against the plain model's, as a share of their "
     "spread; of all nodes the largest. limit: up to there rounding explains it; a package beyond it is not kept. Heads "
-    "may be rounded to fewer bits: they only propose, so this costs accepted tokens at most, and no text changes. "
-    "?: the version that made it did not keep it."
+    "may be rounded to fewer bits: they only propose, so this costs accepted tokens at most, and no text changes."
 )
+UNKNOWN = " ?: made by a version that did not keep it."
 
 
 def check_model(
@@ -137,8 +137,10 @@ def compile_passes(
     if as_json or not found:
         show(found or [{"package": f"none in {packages_folder()}"}], as_json)
     else:
-        show(list(map(_package_row, found)), as_json)
-        print(*folded([ERRORS]), sep="\n", file=sys.stderr)
+        rows = list(map(_package_row, found))
+        show(rows, as_json)
+        unknown = any("?" in row.values() for row in rows)
+        print(*folded([ERRORS + UNKNOWN * unknown]), sep="\n", file=sys.stderr)
 
 
 def _package_row(package: dict[str, object]) -> dict[str, object]:

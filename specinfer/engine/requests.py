@@ -173,7 +173,9 @@ def result_of(
     new = row.ids[row.prompt_length :][: sum(len(step.tokens) for step in steps)]  # an interrupted step has none
     tree_sizes, notes = TreeSizes.of(steps), [*decoder.notes, *batch.notes, *row.notes]
     if (reasons := batch.policy.reasons([draft.name for draft in decoder.drafts], batch.rows)) is not None:
-        notes.append("; ".join(filter(None, [f"auto: {paid(steps)}", str(tree_sizes), reasons])))
+        notes.append(f"auto: {paid(steps)}")
+        if grounds := "; ".join(filter(None, [str(tree_sizes), reasons])):
+            notes.append(f"auto's grounds: {grounds}")
     drafting = (spent - Reading(drafting=((0, 0.0),) * len(decoder.drafts))).drafting
     if row.constraint:
         drafting = (*drafting, (0, row.constraint.seconds))
