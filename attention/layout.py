@@ -164,7 +164,7 @@ def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.devi
     batch, width = tokens.shape
     rows = torch.arange(batch, device=device)[:, None].expand(batch, width).flatten()
     visible = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
-    depths = own = torch.where(frontier.valid, frontier.depth - 1, 0).to(device)
+    depths = of_nodes = torch.where(frontier.valid, frontier.depth - 1, 0).to(device)
     first = 0 if earlier is None else earlier.depths.shape[1]
     if earlier is not None:
         level, last = earlier.visible.unflatten(0, (batch, -1)), earlier.sizes[0]  # of the level before, in each row
@@ -174,7 +174,7 @@ def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.devi
         visible = torch.cat([inherited, visible], 2)
         depths = torch.cat([earlier.depths, depths], 1)
     columns = torch.arange(first, first + width, device=device).expand(batch, width).flatten()
-    return Layout(tokens.flatten(), rows, columns, visible.flatten(0, 1), depths, own.flatten(), [width] * batch)
+    return Layout(tokens.flatten(), rows, columns, visible.flatten(0, 1), depths, of_nodes.flatten(), [width] * batch)
 
 
 def attention_mask(
