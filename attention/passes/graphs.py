@@ -26,6 +26,7 @@ from specinfer.attention.layout import Layout
 from specinfer.attention.passes.base import Pass, Result
 from specinfer.attention.passes.plain import Padded, TensorPass
 from specinfer.attention.torch_private import copy_all
+from specinfer.common.memory import free_bytes
 from specinfer.common.tensors import on_device, padded_kv_length, padded_width
 from specinfer.errors import UnsupportedModel
 
@@ -35,15 +36,19 @@ Function = Callable[[Tensors], tuple[Tensor, ...]]
 
 SEEN = 2  # passes of a shape before it is captured: they warm kernels up, and many shapes come only once
 TENSORS = Layout._fields[: Layout._fields.index("sizes")]  # of a layout
-HELD = 1 << 30  # bytes of inputs and outputs that the graphs of one cache hold
+HELD = 1 << 30, 8  # bytes of inputs and outputs that the graphs of one cache hold, or this part of what is free
 IDLE = 2  # caches of one model that are kept for sessions to come
 
 
 class Graphs:
-    """Passes over one cache, captured once for every set of shapes; of too many, those used longest ago are dropped."""
+    """Passes over one cache, captured once for every set of shapes; of too many, those used longest ago are dropped.
 
-    def __init__(self) -> None:
-        self.capture = CudaCapture()
+    Args:
+        room: bytes of inputs and outputs that they hold.
+    """
+
+    def __init__(self, room: float = HELD[0]) -> None:
+        self.room, self.capture = room, CudaCapture()
         self.seen: Counter[Hashable] = Counter()
         self.is_new = False  # whether the shapes of the last pass had no graph yet
         self.made: dict[Hashable, tuple[Tensors, Replay]] = {}  # the one used last is the last one
@@ -90,7 +95,7 @@ class Graphs:
         return outputs
 
     def _make_room(self) -> None:
-        while sum(self.held.values()) > HELD and len(self.made) > 1:
+        while sum(self.held.values()) > self.room and len(self.made) > 1:
             oldest = next(iter(self.made))
             del self.made[oldest], self.held[oldest]
 
@@ -221,7 +226,8 @@ class GraphedCaches:
             else:
                 room = padded_kv_length(capacity)  # for longer texts as well
                 cache = inner.cache(model, rows, room, max_capacity, True)
-                found = _Kept(cache, Graphs(), rows, inner, settings, Watch(model.model), lambda: None)
+                graphs = Graphs(max(HELD[0], free_bytes(model.device) / HELD[1]))
+                found = _Kept(cache, graphs, rows, inner, settings, Watch(model.model), lambda: None)
             graphed = GraphedPass(inner, found.graphs)
             others = [each for each in idle if each is not found]
             self.kept = [*others[-IDLE:], *busy, found._replace(user=ref(graphed))]

@@ -187,7 +187,7 @@ def no_window(layout: Layout, before: Any, window: int | None, kv_length: int) -
 
 def window_by_column(layout: Layout, before: Any, window: int | None, kv_length: int) -> Tensor:
     columns = torch.arange(layout.depths.shape[1]).expand_as(layout.depths)
-    return VISIBLE(layout._replace(depths=columns), before, window, kv_length)
+    return VISIBLE(layout._replace(depths=columns, node_depths=layout.columns), before, window, kv_length)
 
 
 def window_off_by_one(layout: Layout, before: Any, window: int | None, kv_length: int) -> Tensor:
@@ -200,8 +200,7 @@ def one_length(layout: Layout, before: Any, window: int | None, kv_length: int) 
 
 
 def positions_by_column(model: TreeModel, layout: Layout, before: Any, longest: int) -> Tensor:
-    columns = torch.arange(layout.depths.shape[1]).expand_as(layout.depths)
-    return POSITIONS(model, layout._replace(depths=columns), before, longest)
+    return POSITIONS(model, layout._replace(node_depths=layout.columns), before, longest)
 
 
 def keep_the_first(stack: Any, rows: Any, sources: Any, targets: Any) -> None:

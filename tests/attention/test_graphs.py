@@ -100,8 +100,7 @@ def test_a_shape_is_captured_when_it_comes_again(monkeypatch):
 
 def test_of_too_many_graphs_those_used_longest_ago_are_dropped(monkeypatch):
     monkeypatch.setattr(graphs, "CudaCapture", lambda: lambda run, inputs: lambda: run(inputs))
-    monkeypatch.setattr(graphs, "HELD", 3 * 2 * 400)  # inputs and outputs of three
-    passes = Graphs()
+    passes = Graphs(room=3 * 2 * 400)  # inputs and outputs of three
     for kind in (*"abc", "a", "d"):
         for _ in range(SEEN + 1):
             passes(lambda tensors: (tensors["x"] + 1,), {"x": torch.zeros(100)}, None, kind)
