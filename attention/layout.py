@@ -53,6 +53,10 @@ class Layout(NamedTuple):
     at_end: bool = False  # whether padding comes before a row's nodes
     words: int | None = None  # logits of so many token ids are enough, from 0 on; None = all
 
+    def at_depths(self, depths: Tensor) -> "Layout":
+        """Return the layout with other depths of its pending columns, (B, S)."""
+        return self._replace(depths=depths, node_depths=depths[self.rows, self.columns])
+
     def after(self, lengths: Sequence[int]) -> int | Tensor:
         """Return how many committed tokens stand before each node, (N,), or for all nodes if rows have as many."""
         return lengths[0] if len({*lengths}) == 1 else on_device(lengths, self.tokens.device)[self.rows]

@@ -129,6 +129,7 @@ class Costs:
         plain: by rows, seconds of a step without drafted nodes.
         trees: seconds of a step with trees, drafts excluded, over the tokens that its pass is fed.
         levels: by draft, seconds of one level.
+        depths: by draft, seconds of its proposals over their levels, of which the first one may cost most.
         earned: by rows, tokens that the last steps made in the seconds of a plain one, by this model.
     """
 
@@ -136,6 +137,7 @@ class Costs:
         self.plain: dict[int, Seconds] = {}
         self.trees = Line()
         self.levels: dict[int, Seconds] = {}
+        self.depths: dict[int, Line] = {}
         self.earned: dict[int, Average] = {}
 
     def seconds(self, rows: int, nodes: float) -> float:
@@ -168,6 +170,14 @@ class Costs:
         """Return the tokens that a draft's level must gain to pay for itself; None if that is not known."""
         price, level = self.price(rows), self.levels.get(draft)
         return price * level.value if price and level else None
+
+    def further(self, draft: int, rows: int, depth: int) -> float | None:
+        """Return the tokens that a level below this depth must gain to pay for itself; None if that is not known.
+
+        It is not beyond twice the levels that were tried.
+        """
+        line = self.depths.get(draft)
+        return self.price(rows) * line.slope if line and line.known and depth < 2 * line.largest else None
 
     def earn(self, rows: int, tokens: float, seconds: float) -> None:
         """Take into account what a step emitted, and what it cost by this model."""

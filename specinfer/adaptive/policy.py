@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specinfer.adaptive.experience import FAR, STAKE, DraftRecord, Seconds
+from specinfer.adaptive.experience import FAR, STAKE, DraftRecord, Line, Seconds
 from specinfer.adaptive.profile import Profile
 from specinfer.common.files import write_json
 from specinfer.common.lock import Lock
@@ -181,10 +181,13 @@ class Auto(Policy):
         return nodes, depth if self.asked >> source.draft & 1 else 0, least
 
     def _pays(self, source: Source, depth: int) -> bool:
-        """Whether a level below this depth gains more than it costs, on average."""
-        cost, node = self.costs.level(source.draft, source.batch), self.costs.node(source.batch)
+        """Whether a level below this depth gains more than it adds to the cost, on average.
+
+        Levels that are launched together cost little more than one, of which most is launching and waiting.
+        """
+        cost, node = self.costs.further(source.draft, source.batch, depth), self.costs.node(source.batch)
         chance, family = self.acceptance.expected(source.draft, depth), self.acceptance.family(source.draft, depth)
-        return cost is not None and source.batch * (chance * family - node) > cost  # one level tells the cost
+        return cost is not None and source.batch * (chance * family - node) > cost
 
     def room(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return nodes and levels of a tree as caches have room for them: at first, and however cheap they are."""
@@ -323,6 +326,7 @@ class Auto(Policy):
         for draft, levels in self.levels.items():
             if levels and self.warm >> draft & 1:  # else it has to read what it missed
                 self.costs.levels.setdefault(draft, Seconds()).add(proposing[draft] / levels)
+                self.costs.depths.setdefault(draft, Line()).add(levels, proposing[draft])
 
     def _judge(
         self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], levels: dict[int, float], spent: float

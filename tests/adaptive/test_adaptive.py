@@ -565,6 +565,27 @@ def test_off_the_host_levels_go_by_averages():
     assert dear.policy.settled(source, None).max_depth == 0
 
 
+@pytest.mark.parametrize(("first", "further", "levels", "speed"), [
+    (0.0022, 0.0003, (6, 8), 1.7),  # on a GPU: what is launched at once is waited for once
+    (0.0, 0.0007, (4, 8), 1.7), (0.0, 0.01, (0, 0.5), 0.98), (0.02, 0.0001, (0, 0.5), 0.98),
+])  # fmt: skip
+def test_off_the_host_levels_that_cost_little_beside_the_first_are_found(first, further, levels, speed):
+    world = World([GOOD], lambda nodes: 0.0027 if nodes else 0.0024, 0.0)
+    policy, observe = world.policy, world.policy.observe
+
+    def timed(trees, paths, tokens, proposing, seconds):
+        proposing = [first + further * count if count else 1e-9 for count in world.levels[-1]]
+        world.seconds[-1] += sum(proposing)
+        observe(trees, paths, tokens, proposing, world.seconds[-1])
+
+    policy.observe = timed
+    policy.grow = lambda source, depth: policy.settled(source, depth).grow(source)
+    world.run(300)
+    least, most = levels
+    assert least <= np.mean([count for (count,) in world.levels[-200:]]) <= most
+    assert world.speed(200) > speed
+
+
 @pytest.mark.parametrize("sizes", [{"max_nodes": -1}, {"max_depth": 1.5}, {"max_nodes": True}])
 def test_sizes_that_are_none_are_refused(sizes):
     with pytest.raises(PolicyError, match="whole number"):

@@ -187,7 +187,7 @@ def no_window(layout: Layout, before: Any, window: int | None, kv_length: int) -
 
 def window_by_column(layout: Layout, before: Any, window: int | None, kv_length: int) -> Tensor:
     columns = torch.arange(layout.depths.shape[1]).expand_as(layout.depths)
-    return VISIBLE(layout._replace(depths=columns, node_depths=layout.columns), before, window, kv_length)
+    return VISIBLE(layout.at_depths(columns), before, window, kv_length)
 
 
 def window_off_by_one(layout: Layout, before: Any, window: int | None, kv_length: int) -> Tensor:

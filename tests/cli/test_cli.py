@@ -133,13 +133,13 @@ def test_the_text_may_have_a_form(run, models, monkeypatch, tmp_path):
         assert found["finish_reason"] == "eos"
 
 
-def test_several_drafts_report_what_each_contributed(run):
-    """One line a draft, to standard error; a single draft needs none."""
+def test_every_draft_reports_what_it_contributed(run):
+    """One line a draft, to standard error."""
     err = run("generate", PROMPT, "--raw", "--draft", "ngram", "--draft", "draft", *NEW)[2]
     lines = [line for line in err.splitlines() if "only by it" in line]
     assert [line.split(":")[0] for line in lines] == ["ngram", "draft"]
     assert "note: auto: " in err
-    assert "only by it" not in run("generate", PROMPT, "--raw", "--draft", "draft", *NEW)[2]
+    assert "\ndraft: " in run("generate", PROMPT, "--raw", "--draft", "draft", *NEW)[2]
 
 
 def test_the_confidence_gate_reaches_the_engine(run, models):

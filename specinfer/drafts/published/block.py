@@ -183,4 +183,4 @@ def lay_out_blocks(
     within = every < size + count[layout.rows, None]
     visible = torch.where(is_slot[:, None], within, every == columns[:, None])
     depths = torch.where(every < size, every + count[:, None], (every - size).clamp(max=count[:, None] - 1))
-    return layout._replace(visible=visible, depths=depths)
+    return layout._replace(visible=visible).at_depths(depths)
