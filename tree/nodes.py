@@ -210,8 +210,6 @@ def in_order(listed: Listed, rows: int) -> Nodes:
 
     Nodes of one path become one node, with all of their draws and the largest of their scores.
     """
-    if (chains := _chains(listed, rows)) is not None:
-        return chains
     nodes, chosen = _merged_paths(listed, rows)
     parents = np.append(nodes, -1)[listed.parents[chosen]]
     tokens, depths, scores = listed.tokens[chosen], depths_of(parents), listed.scores[chosen]
@@ -233,18 +231,6 @@ def in_order(listed: Listed, rows: int) -> Nodes:
         Draws(*(column[draw_order] for column in draws)),
         distributions,
     )
-
-
-def _chains(listed: Listed, rows: int) -> Nodes | None:
-    """Return the nodes if each row is one path, listed from its root, with one draw a node: they are in order."""
-    every, roots = np.arange(len(listed.parents)), listed.parents < 0
-    if np.count_nonzero(roots) != rows or not np.array_equal(listed.draws.nodes, every[~roots]):
-        return None
-    if not np.array_equal(np.where(roots, every - 1, listed.parents), every - 1):
-        return None
-    starts = np.append(every[roots], len(every))
-    depths = every - np.repeat(starts[:-1], np.diff(starts))
-    return Nodes(starts, listed.tokens, listed.parents, depths, listed.scores, listed.draws, listed.distributions)
 
 
 def ancestors(nodes: Nodes) -> np.ndarray:

@@ -218,8 +218,10 @@ def _made(model: TreeModel, form: str, aux_layers: Sequence[int]) -> CompiledPas
                 if reason := compiled.refresh():
                     raise NotCompiled(reason)
                 error, limit = check(source, compiled, WIDTHS), limit_of(source, form)
-                words = "of their spread from the plain model's at most; up to"
-                _tell(f"compiled and checked: logits are {error:.1g} {words} {limit:g} is rounding")
+                _tell(
+                    f"compiled and checked: logits are {error:.1g} of their spread from the plain model's at most; "
+                    f"up to {limit:g} is rounding"
+                )
                 record = parse_json((made / RECORD).read_text())
                 record["made"] = {"model": _checkpoint_name(model), "error": error, "limit": limit}
                 write_json(made / RECORD, record)

@@ -209,8 +209,7 @@ def summarise(result: "Result", show_tree: bool) -> None:
 def print_stats(result: "Result", file: TextIO) -> None:
     """Print the figures of a result, with notes on them."""
     stats = result.stats
-    contributions = stats.drafts
-    print(stats, *contributions, *(f"note: {note}" for note in stats.notes), sep="\n", file=file, flush=True)
+    print(stats, *stats.drafts, *(f"note: {note}" for note in stats.notes), sep="\n", file=file, flush=True)
 
 
 def tree(

@@ -1,7 +1,5 @@
 """Trees of a batch as arrays: every row is what it would be alone, and nothing is made that nobody looks at."""
 
-from unittest.mock import patch
-
 import numpy as np
 import pytest
 import torch
@@ -13,8 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from specinfer.errors import TreeError
 from specinfer.tree import BestFirst, DenseSource, Draw, Expansion, Forest, Frontier, Kind, Sampled, TokenTree, merge
-from specinfer.tree import nodes as arrays
-from specinfer.tree.forest import ROOT, Growth
 
 
 def batches(kind: Kind, drafts: tuple[int, ...], rows: int) -> st.SearchStrategy[list[TokenTree]]:
@@ -165,21 +161,6 @@ def test_trees_that_draft_nothing_share_all_arrays_but_their_tokens() -> None:
         with pytest.raises(ValueError, match="read-only"):
             getattr(first, name)[0] = 1
     assert first.tokens.base is None
-
-
-@PROPERTY
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=4), st.integers(0, 3))
-def test_paths_are_in_order_as_they_are_listed(lengths: list[int], branch: int) -> None:
-    """The same arrays as of the way that takes any tree, also where one row has a branch."""
-    rows = [[ROOT, *((7 + node, node, -0.5 * node) for node in range(length))] for length in lengths]
-    rows[0] += [(1, 0, -0.25)] * (branch == 1 and lengths[0] > 0)
-    listed = Growth.listed(rows).trees(range(len(rows)))._listed
-    found = arrays.in_order(listed, len(rows))
-    with patch.object(arrays, "_chains", return_value=None):
-        wanted = arrays.in_order(listed, len(rows))
-    for name in ("starts", "tokens", "parents", "depths", "scores"):
-        assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
-    assert all(map(np.array_equal, found.draws, wanted.draws))
 
 
 def test_deep_trees_are_put_in_order_without_tables_of_all_levels() -> None:
