@@ -39,9 +39,9 @@ def read_prompts(files: list[Path], count: int) -> list[str]:
     return [prompt for file in files for _, prompt in read_prompt_file(file, "dev", each)][:count]
 
 
-def load_target(name: str | None, dtype: str) -> tuple[Any, Any]:
+def load_target(name: str | None, dtype: str, activations: str | None = None) -> tuple[Any, Any]:
     """Return a target model and its tokenizer."""
-    loaded = load(name, dtype)
+    loaded = load(name, dtype, activations=activations)
     return loaded.model, loaded.tokenizer
 
 
@@ -54,7 +54,7 @@ def weight_bytes(model: Any) -> int:
 def load_models(args: argparse.Namespace, dtype: str) -> tuple[Any, Any, list[Any]]:
     """Return target model, its tokenizer and the drafts."""
     drafts = [name if name in WORDS else ModelDraft(*load(name, dtype)) for name in args.draft or ["auto"]]
-    return *load_target(args.target, dtype), drafts
+    return *load_target(args.target, dtype, getattr(args, "activations", None)), drafts
 
 
 def policies(nodes: int, depth: int) -> dict[str, Any]:

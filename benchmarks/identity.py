@@ -31,6 +31,7 @@ def main() -> None:
     p = parser(__doc__)
     p.add_argument("--sampling", action="store_true", help="compare sampled ids too")
     p.add_argument("--dtype", default="float32")
+    p.add_argument("--activations", help="int8: of a target with packed weights")
     args = p.parse_args()
     model, tokenizer, drafts = load_models(args, args.dtype)
     prompts = read_prompts(args.prompts, args.count)

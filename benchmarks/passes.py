@@ -55,13 +55,13 @@ def opened(model: Any, rows: int, prefix: int, engine: bool, extra: dict[str, in
     return session, model, engine, extra
 
 
-def worker(target: str | None, dtype: str, rows: int, prefix: int) -> None:
+def worker(target: str | None, dtype: str, rows: int, prefix: int, **more: str) -> None:
     """Run passes on request, with the version of specinfer that this interpreter has."""
     from specinfer.attention import TreeModel, lay_out_chains, running
     from specinfer.drafts.bundled import bundled_drafts
     from specinfer.loading import load
 
-    loaded = load(target, dtype)
+    loaded = load(target, dtype, **more)
     passes: Passes = {
         "plain": opened(TreeModel(loaded.model), rows, prefix, False, {}),
         "engine": opened(TreeModel(loaded.model), rows, prefix, True, {}),
@@ -93,6 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--activations", help="int8: to which integers packed products round states")
     parser.add_argument("--prefix", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--rows", type=int, default=1)
@@ -101,10 +102,12 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true")
     args = parser.parse_args()
     if args.worker:
-        worker(args.target, args.dtype, args.rows, args.prefix)
+        more = {"activations": args.activations} if args.activations else {}  # other versions may not know it
+        worker(args.target, args.dtype, args.rows, args.prefix, **more)
         return
     options = ["--dtype", args.dtype, "--rows", str(args.rows), "--prefix", str(args.prefix)]
     options += ["--target", args.target] if args.target else []
+    options += ["--activations", args.activations] if args.activations else []
     workers = {"": Worker(sys.executable, __file__, *options)}
     if args.other:
         workers["other "] = Worker(args.other, __file__, *options)

@@ -2,9 +2,11 @@
 
     python benchmarks/peers.py --prompts prompts/code.jsonl prompts/chat.jsonl --count 16 --max-new-tokens 64
         [--target DIR] [--draft NAME ...] [--dtype float32] [--temperature 1] [--methods plain auto generate ...]
-        [--assistant DIR] [--quantize int8 int4] [--other PYTHON] [--llama PYTHON GGUF [GGUF ...]] [--json]
+        [--assistant DIR] [--quantize int8 int4] [--activations int8] [--other PYTHON]
+        [--llama PYTHON GGUF [GGUF ...]] [--json]
 
-``--quantize`` adds `auto` and `plain` of the target rounded to so many bits, with the same drafts.
+``--quantize`` adds `auto` and `plain` of the target rounded to so many bits, with the same drafts; ``--activations``
+adds those of a quantised file's target whose products round states to 8 bits.
 ``--other`` is the interpreter of an environment with another version of specinfer, ``--llama`` of one with
 llama-cpp-python besides specinfer, followed by GGUF files of the target's weights (`--requantise` makes them).  Of
 llama.cpp's speculation, llama-cpp-python offers prompt lookup alone; for a draft model it has only an abstract class.
@@ -34,7 +36,7 @@ def ours(args: argparse.Namespace) -> None:
     from specinfer import SpeculativeDecoder
     from specinfer.loading import load
 
-    more = {"quantize": args.form} if args.form else {}  # other versions may not know it
+    more = dict([args.form.split("=")]) if args.form else {}  # other versions may not know it
     auto = SpeculativeDecoder.from_pretrained(args.target, [*args.draft] or ["auto"], "auto", dtype=args.dtype, **more)
     model, tokenizer = auto.target.model, auto.tokenizer  # one copy of the weights serves all
     made = {"auto": auto, "plain": SpeculativeDecoder(model, tokenizer, [], None)}
@@ -133,7 +135,8 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["auto", "plain", "generate", "lookup"])
     parser.add_argument("--assistant")
     parser.add_argument("--quantize", nargs="+", default=[])
-    parser.add_argument("--form", help="of a worker's models")
+    parser.add_argument("--activations", nargs="+", default=[])
+    parser.add_argument("--form", help="quantize=int4, activations=int8: of a worker's models")
     parser.add_argument("--other")
     parser.add_argument("--other-methods", nargs="+", default=["auto", "plain"])
     parser.add_argument("--llama", nargs="+", default=[])
@@ -161,9 +164,11 @@ def compare(args: argparse.Namespace) -> None:
         passed += [f"--{name}", getattr(args, name)] if getattr(args, name) else []
     worker = Worker(sys.executable, __file__, "ours", *passed, "--methods", *args.methods)
     asked = {method: (worker, method) for method in args.methods}
-    for form in args.quantize:
+    forms = {form: f"quantize={form}" for form in args.quantize}
+    forms |= {f"{form} activations": f"activations={form}" for form in args.activations}
+    for name, form in forms.items():
         rounded = Worker(sys.executable, __file__, "ours", *passed, "--form", form)
-        asked |= {f"{form} {method}": (rounded, method) for method in ("auto", "plain")}
+        asked |= {f"{name} {method}": (rounded, method) for method in ("auto", "plain")}
     if args.other:
         other = Worker(args.other, __file__, "ours", *passed, "--methods", *args.other_methods)
         asked |= {f"other {method}": (other, method) for method in args.other_methods}

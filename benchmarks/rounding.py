@@ -1,8 +1,9 @@
 """What rounding the states of packed products costs: logits of a quantised file beside those of its numbers in float32.
 
     python benchmarks/rounding.py --prompts prompts/code.jsonl prompts/chat.jsonl [--count 4] --target FILE
+        [--activations int8]
 
-Products round states to integers of 16 bits; the reference multiplies the file's own numbers by states in float32.
+Products round states to integers of 16 or 8 bits; the reference multiplies the file's own numbers by states in float32.
 "KL" is the divergence from the reference in nats a token, "error" the root mean square difference of logits over
 their spread.
 """
@@ -18,8 +19,10 @@ LONGEST = 100  # tokens of a prompt
 
 def main() -> None:
     """Measure and print a line."""
-    args = parser(__doc__).parse_args()
-    model, tokenizer = load_target(args.target, "float32")
+    options = parser(__doc__)
+    options.add_argument("--activations")
+    args = options.parse_args()
+    model, tokenizer = load_target(args.target, "float32", args.activations)
     compiled = products.library()
     if compiled is None:
         raise SystemExit("there is no C++ compiler, so products do not round")

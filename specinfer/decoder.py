@@ -22,6 +22,7 @@ from transformers.generation import BaseStreamer, GenerationConfig
 from specinfer import loading
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, check_model
+from specinfer.attention.packed.modules import bits_of_states, round_states
 from specinfer.attention.passes.registry import equip
 from specinfer.calls.many import Finished, finished
 from specinfer.calls.run import Run
@@ -190,6 +191,7 @@ class SpeculativeDecoder:
         offload_folder: str | os.PathLike[str] | None = None,
         tensor_parallel: int = 1,
         quantize: str | None = None,
+        activations: str | None = None,
         **model_kwargs: object,
     ) -> "SpeculativeDecoder":
         """Load target and drafts by name or path; None is the default target (SmolLM2-135M-Instruct).
@@ -200,6 +202,8 @@ class SpeculativeDecoder:
             tensor_parallel: processes that the target is spread over; drafts are whole in each.  See `loading.load`.
             quantize: "int8" or "int4" rounds the target, and drafts that are models, to 8 or 4 bits (`loading.load`).
                 Without it and without a dtype, models named as drafts have 4 bits where that is faster, on a CPU.
+            activations: "int8" lets products with the target's packed weights round states to 8 bits (`loading.load`);
+                drafts' do unless a dtype is given.
             **model_kwargs: further options of transformers' `from_pretrained`, for the target.
 
         Raises:
@@ -211,7 +215,16 @@ class SpeculativeDecoder:
         if target is not None and not _is_name(target):
             raise ModelError(f"target={target!r:.60} is not a name: a loaded model goes to SpeculativeDecoder")
         loaded = loading.load(
-            target, dtype, device, device_map, max_memory, offload_folder, tensor_parallel, quantize, **model_kwargs
+            target,
+            dtype,
+            device,
+            device_map,
+            max_memory,
+            offload_folder,
+            tensor_parallel,
+            quantize,
+            activations,
+            **model_kwargs,
         )
         ready = [
             load_draft(os.fspath(draft), dtype, device, quantize) if _is_name(draft) and draft not in WORDS else draft
@@ -253,7 +266,8 @@ class SpeculativeDecoder:
     @property
     def passes(self) -> str:
         """How the passes of target and drafts run, and why some are not compiled, in one line."""
-        ways = [str(model.ways) for model in self.networks]
+        rounded = [" (activations in 8 bits)" * (bits_of_states(model.model) == 8) for model in self.networks]
+        ways = [f"{model.ways}{states}" for model, states in zip(self.networks, rounded, strict=True)]
         named = [f"{name} {way}" for (name, _), way in zip(self._named_networks(), ways, strict=True)]
         return f"passes: {', '.join(named if len(set(ways)) > 1 else ways[:1])}"
 
@@ -748,7 +762,8 @@ def load_draft(name: str, dtype: str | torch.dtype, device: str | torch.device, 
     """Load a draft: a head trained here, a published head, or else a language model.
 
     A language model is rounded as ``quantize`` says, or else to 4 bits where nothing is said of its numbers and that is
-    faster: a draft only proposes.  One that cannot be rounded stays whole.
+    faster: a draft only proposes.  One that cannot be rounded stays whole.  Products with packed weights round states
+    to 8 bits, unless a dtype is given.
 
     Raises:
         ModelError: it cannot be loaded.
@@ -764,6 +779,8 @@ def load_draft(name: str, dtype: str | torch.dtype, device: str | torch.device, 
         near = nearest(name, WORDS)
         advice = f"did you mean {near}?" if near else f"words for drafts are {', '.join(WORDS)}"
         raise ModelError(str(error) if "/" in name else f"{error}; {advice}") from error
+    if str(dtype) == "auto":
+        round_states(loaded.model)
     return ModelDraft(loaded.model, loaded.tokenizer, loaded.name)
 
 

@@ -5,7 +5,7 @@ Knows: where integers, scales and minima stand.  Does not know: formats of files
 A packed matrix (N, K) is a row of bytes:
 
     head      64 bytes: N (8 bytes), nothing; then 16 for each block of 32 outputs: where it begins (8 bytes), its
-              kind (4), nothing (4); filled up to a multiple of 64
+              kind and to how many bytes products round states (4), nothing (4); filled up to a multiple of 64
     blocks    each begins at a multiple of 64; the last one is filled up with zeros
 
     block     64 bytes of a table, if integers look numbers up: 16 numbers, 128 added
@@ -37,6 +37,7 @@ LINE = 64  # bytes
 ENTRY = 16  # bytes of a block in the head
 SHIFTED = 128  # is added to the numbers of a table
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # lowest bits first
+NARROW = 1 << 24  # stands in the head, by the kind: products round states to a byte
 HALF, FACTORS, SINGLE = range(3)  # scales: float16; float16 times integers; float32 for a span
 BEFORE = {  # what stands before a span, and before a group: scales and minima, or factors of either
     HALF: ((), (torch.float16, torch.float16)),
@@ -74,7 +75,7 @@ def pack(parts: Iterable[Quantised], outputs: int, inputs: int, pages: LargePage
             code, size = code_of(part), -(-bytes_of_block // LINE) * LINE
             packed = pages.zeros(body + blocks * size)
             packed[:8].view(torch.int64)[0] = outputs
-            entries = packed[LINE : LINE + ENTRY * blocks].view(torch.int64).view(blocks, 2)
+            entries = _entries(packed)
             entries[:, 0] = body + size * torch.arange(blocks)
             entries[:, 1] = code
             rows = packed[body:].view(blocks, size)
@@ -102,10 +103,17 @@ def unpack(packed: Tensor, inputs: int, part: int = 4096) -> Iterator[Quantised]
 
 def blocks_of(packed: Tensor, inputs: int, chosen: Tensor, rows: int = -1) -> Quantised:
     """Return the rows of some blocks, by number, of a packed matrix with so many inputs; the first ones, or all."""
-    blocks = -(-outputs_of(packed) // BLOCK)
-    entries = packed[LINE : LINE + ENTRY * blocks].view(torch.int64).view(blocks, 2)
+    entries = _entries(packed)
     first, code = (int(number) for number in entries[0])
-    return _parts(packed[first:].view(blocks, -1)[chosen], code, inputs, rows if rows >= 0 else BLOCK * len(chosen))
+    return _parts(
+        packed[first:].view(len(entries), -1)[chosen], code, inputs, rows if rows >= 0 else BLOCK * len(chosen)
+    )
+
+
+def _entries(packed: Tensor) -> Tensor:
+    """Return where each block of a packed matrix begins, and its kind: (blocks, 2), int64, a view."""
+    blocks = -(-outputs_of(packed) // BLOCK)
+    return packed[LINE : LINE + ENTRY * blocks].view(torch.int64).view(blocks, 2)
 
 
 def outputs_of(packed: Tensor) -> int:
@@ -115,8 +123,19 @@ def outputs_of(packed: Tensor) -> int:
 
 def kind_of(packed: Tensor) -> tuple[int, int]:
     """Return the kind of a packed matrix, as `code_of` does, and the bits of its integers."""
-    code = int(packed[LINE + 8 : LINE + ENTRY].view(torch.int64))
+    code = int(packed[LINE + 8 : LINE + ENTRY].view(torch.int64)) & (NARROW - 1)
     return code, code & 15
+
+
+@torch.no_grad()
+def narrow(packed: Tensor) -> None:
+    """Let products with a packed matrix round states to integers of 8 bits, in place of 16."""
+    _entries(packed)[:, 1] |= NARROW
+
+
+def is_narrow(packed: Tensor) -> bool:
+    """Whether products with a packed matrix round states to integers of 8 bits."""
+    return bool(_entries(packed)[0, 1] & NARROW)
 
 
 def code_of(part: Quantised) -> int:

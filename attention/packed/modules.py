@@ -1,6 +1,7 @@
 """Layers of a model whose weights are packed: they take the places of `nn.Linear`, `nn.Embedding` and of experts.
 
-Knows: one packed matrix, and its bias; which experts states choose.  Does not know: the layout, files, models.
+Knows: one packed matrix, its bias, to how many bits products round states; which experts states choose.
+Does not know: the layout, files, models.
 """
 
 from typing import Protocol, TypeGuard
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import specinfer.attention.packed.products  # noqa: F401  (defines the operators)
+from specinfer.attention.packed.layout import is_narrow, narrow
 from specinfer.errors import UnsupportedModel
 
 
@@ -121,6 +123,19 @@ def are_experts(module: nn.Module) -> TypeGuard[Joined]:
 def is_packed(model: nn.Module) -> bool:
     """Whether a model, or a head that borrows from it, reads packed matrices."""
     return any(map(holds_packed, model.buffers()))
+
+
+def round_states(model: nn.Module) -> None:
+    """Let all products of a model with packed matrices round states to integers of 8 bits, in place of 16."""
+    for module in model.modules():
+        if isinstance(module, PackedLinear):
+            narrow(module.packed)
+
+
+def bits_of_states(model: nn.Module) -> int:
+    """Return to how many bits products with the packed matrices of a model round states; 0 without any."""
+    packed = next((module.packed for module in model.modules() if isinstance(module, PackedLinear)), None)
+    return 0 if packed is None else 8 if is_narrow(packed) else 16
 
 
 def holds_packed(buffer: Tensor) -> bool:

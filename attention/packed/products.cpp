@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 #include <utility>
 #include <vector>
 #if defined(__x86_64__)
@@ -38,17 +39,18 @@ namespace {
 
 using specinfer::InTiles, specinfer::TileShapes, specinfer::tiles_are_allowed;
 
-#ifdef __AVX512F__
-constexpr int LANES = 16, MOST_ROWS = 8;  // numbers of a register; states whose sums fit into all registers
+#ifdef __AVX512F__  // numbers of a register; by bytes of a state: states whose sums fit into all, and how many where there are more
+constexpr int LANES = 16, MOST_ROWS[] = {0, 8, 5}, OF_MANY[] = {0, 7, 4};
 #else
-constexpr int LANES = 8, MOST_ROWS = 3;
+constexpr int LANES = 8, MOST_ROWS[] = {0, 4, 3}, OF_MANY[] = {0, 4, 3};
 #endif
 constexpr int BLOCK = 32, GROUP = 32;              // outputs of a block; inputs of a group
+constexpr int PARTS = BLOCK / LANES;
 constexpr int LINE = 64;                           // bytes of a word of 16 outputs
-#ifdef __AMX_INT8__  // bytes of weights that are on their way meanwhile, lines of them that are asked for, and into which cache
-constexpr int AHEAD = 8192, LINES_AHEAD = 4, CACHE = 2;
+#ifdef __AMX_INT8__  // bytes of weights that are on their way meanwhile, and into which cache
+constexpr int AHEAD = 8192, CACHE = 2;
 #else  // as is best on an EPYC with Zen 4 (docs/passes.md); other processors without AMX were not measured
-constexpr int AHEAD = 2048, LINES_AHEAD = 8, CACHE = 3;
+constexpr int AHEAD = 4096, CACHE = 3;
 #endif
 constexpr int64_t PANEL = 96;                      // states that stay in the cache while weights pass by
 constexpr int64_t SMALL = 1 << 15;                 // multiplications that are not worth a second thread
@@ -73,16 +75,18 @@ INLINE void store(float* to, const Floats& found) { memcpy(to, &found, sizeof fo
 
 // ---- kinds ----
 
+constexpr uint32_t NARROW = 1 << 24;
 enum Scales { HALF, FACTORS, SINGLE };  // float16; float16 for 256 inputs times an integer; float32 for a span
 
 struct Kind {
     int bits, zero, span;  // of a span: groups that it has
     Scales scales;
     bool table, minimum, halves;  // integers look numbers up; numbers have a minimum; 16 inputs share a scale
+    bool narrow;                  // states have a byte
 
     INLINE explicit Kind(uint32_t code)
         : bits(code & 15), zero(code >> 16 & 255), span(1 << (code >> 9 & 7)), scales(Scales(code >> 4 & 3)),
-          table(code >> 6 & 1), minimum(code >> 7 & 1), halves(code >> 8 & 1) {}
+          table(code >> 6 & 1), minimum(code >> 7 & 1), halves(code >> 8 & 1), narrow(code & NARROW) {}
     INLINE bool begins_span(int64_t group) const { return scales != HALF && (group & (span - 1)) == 0; }
     INLINE int of_span() const { return LINE * (scales == SINGLE ? 2 + minimum : 1 + minimum); }  // bytes before a span
     INLINE int of_scales() const {                                                                // before 32 inputs
@@ -95,9 +99,9 @@ struct Block {
     const uint8_t* bytes;
     Kind kind;
 
-    INLINE Block(const uint8_t* matrix, int64_t number)
+    INLINE Block(const uint8_t* matrix, int64_t number, bool wide = true)
         : bytes(matrix + load<uint64_t>(matrix + LINE + 16 * number)),
-          kind(load<uint32_t>(matrix + LINE + 16 * number + 8)) {}
+          kind(load<uint32_t>(matrix + LINE + 16 * number + 8) & ~(wide ? NARROW : 0)) {}
 };
 
 // A block of one of several matrices, and where its outputs stand among those of all.
@@ -188,31 +192,32 @@ INLINE Words look_up(Words bytes, const uint8_t* table) {
 // Integers of LANES outputs: word `index` of 8 holds those of four inputs, a byte each.
 template <int BITS>
 INLINE Words integers(const uint8_t* half, int index) {
-    const auto plane = [&](const uint8_t* from, int bits) {  // of so many bits, whose words share lines
-        const int shared = 8 / bits;
+    const auto plane = [&](const uint8_t* from, int bits, int first = 0) {  // of so many bits; which one is its lowest
+        const int shared = 8 / bits, moved = bits * (index % shared) - first;  // words share lines
         const Words line = load<Words>(from + LINE * (index / shared));
-        return line >> (bits * (index % shared)) & (0x01010101u * ((1u << bits) - 1));
+        return (moved < 0 ? line << -moved : line >> moved) & (0x01010101u * (((1u << bits) - 1) << first));
     };
     if constexpr (BITS == 8) return load<Words>(half + LINE * index);
-    if constexpr (BITS == 6) return plane(half, 4) | plane(half + 4 * LINE, 2) << 4;
-    if constexpr (BITS == 5) return plane(half, 4) | plane(half + 4 * LINE, 1) << 4;
+    if constexpr (BITS == 6) return plane(half, 4) | plane(half + 4 * LINE, 2, 4);
+    if constexpr (BITS == 5) return plane(half, 4) | plane(half + 4 * LINE, 1, 4);
     if constexpr (BITS == 4) return plane(half, 4);
-    if constexpr (BITS == 3) return plane(half, 2) | plane(half + 2 * LINE, 1) << 2;
+    if constexpr (BITS == 3) return plane(half, 2) | plane(half + 2 * LINE, 1, 2);
     return plane(half, 2);
 }
 
 // ---- states ----
 
 constexpr int MOST_TOGETHER = 8, PAIR = 2 * GROUP;  // groups of states that share a scale; inputs of a step in tiles
-constexpr float LARGEST = 127 * 256, INFINITE = INFINITY;
+constexpr float INFINITE = INFINITY;
 
-// Groups of a state that share a scale.  An input is an integer times it, and an integer 256 times a byte plus another one.
-// Sums are those of the first and the last 16 inputs of a group, and of all.
-struct Span {
-    float scale, scaled_sums[3][MOST_TOGETHER];
-    int32_t high[3][MOST_TOGETHER], low[3][MOST_TOGETHER];
+// A group of a state.  An input is an integer times the scale, and an integer 256 times a byte plus another one, or a byte.
+// Sums are those of the first and the last 16 inputs, and of all.
+struct Totals {
+    float scale, scaled_sums[3];
+    int32_t high[3], low[3];
 
-    INLINE int32_t sum(int part, int group) const { return 256 * high[part][group] + low[part][group]; }
+    template <int BYTES>
+    INLINE int32_t sum(int part) const { return BYTES == 2 ? 256 * high[part] + low[part] : high[part]; }
 };
 
 // The bytes of a state's 64 inputs, one after the other.
@@ -222,45 +227,57 @@ struct Bytes {
 
 // Some rows of states.
 struct Panel {
-    Span* spans;   // (groups / shared, rows)
-    Bytes* bytes;  // (pairs of groups, rows)
+    Totals* totals;  // (groups, rows)
+    Bytes* bytes;    // (pairs of groups, rows)
     int64_t groups, rows;
-    int shared, shift;  // groups that share a scale: a power of two, and which one
-    int64_t in_tile;    // of the rows; 0: tiles are not used
+    int shared;       // groups that share a scale: a power of two
+    int64_t in_tile;  // of the rows; 0: tiles are not used
 
-    INLINE Span* span_of(int64_t group, int64_t row) const { return spans + (group >> shift) * rows + row; }
-    INLINE int in_span(int64_t group) const { return (int)group & (shared - 1); }
+    INLINE Totals* totals_of(int64_t group, int64_t row) const { return totals + group * rows + row; }
     INLINE int8_t* bytes_of(int64_t group, int64_t row) const {  // the high ones; the low ones are PAIR bytes on
         return bytes[group / 2 * rows + row].high + group % 2 * GROUP;
     }
-    INLINE Panel from(int64_t row) const { return {spans + row, bytes + row, groups, rows, shared, shift, in_tile}; }
+    INLINE Panel from(int64_t row) const { return {totals + row, bytes + row, groups, rows, shared, in_tile}; }
 };
 
-// How many groups share a scale where a row of states has so many.
-INLINE int sharing(int64_t groups) { return (int)std::min<int64_t>(groups & -groups, MOST_TOGETHER); }
+// How states are rounded: to two bytes with a scale for 32 inputs, or for up to 256; to a byte with one for 32.
+enum Form { FOR_32, FOR_256, BYTE, FORMS };
+
+INLINE Form form_of(const Kind& kind) { return kind.narrow ? BYTE : kind.scales == HALF ? FOR_32 : FOR_256; }
+
+// How many of a row's groups share a scale.
+INLINE int sharing(Form form, int64_t groups) {
+    return form == FOR_256 ? (int)std::min<int64_t>(groups & -groups, MOST_TOGETHER) : 1;
+}
 
 // Round groups of a row that share a scale.  Loops are such that compilers make them instructions for many numbers at once.
-INLINE void round_states(const float* from, const Panel& to, int64_t group, int64_t row) {
+template <int BYTES>
+void round_states(const float* from, const Panel& to, int64_t group, int64_t row) {
+    constexpr int SHIFT = BYTES == 2 ? 8 : 0, UNIT = 1 << SHIFT;
+    constexpr float LARGEST = 127 * UNIT;
     int32_t largest = 0;  // numbers without their signs are ordered as their bits are
     for (int k = 0; k < GROUP * to.shared; k++) largest = std::max(largest, load<int32_t>(from + k) & INT32_MAX);
     const bool finite = largest < load<int32_t>(&INFINITE);
     const float range = finite ? load<float>(&largest) : 0, steps = range > 0 ? LARGEST / range : 0;
-    Span& span = *to.span_of(group, row);
-    span.scale = finite ? range / LARGEST : NAN;
-    for (int in = 0; in < to.shared; in++, from += GROUP) {
-        int8_t *high = to.bytes_of(group + in, row), *low = high + PAIR;
+    const float scale = finite ? range / LARGEST : NAN;
+    for (int64_t end = group + to.shared; group < end; group++, from += GROUP) {
+        int8_t *high = to.bytes_of(group, row), *low = high + PAIR;
         int32_t integers[GROUP], highs[GROUP];
         for (int k = 0; k < GROUP; k++) integers[k] = (int32_t)std::rint(finite ? from[k] * steps : 0);
-        for (int k = 0; k < GROUP; k++) highs[k] = (integers[k] + 128) >> 8;
+        for (int k = 0; k < GROUP; k++) highs[k] = (integers[k] + UNIT / 2) >> SHIFT;
         for (int k = 0; k < GROUP; k++) high[k] = (int8_t)highs[k];
-        for (int k = 0; k < GROUP; k++) low[k] = (int8_t)integers[k];
+        if (BYTES == 2)
+            for (int k = 0; k < GROUP; k++) low[k] = (int8_t)integers[k];
+        Totals totals;
+        totals.scale = scale;
         for (int part = 0; part < 2; part++) {
             int32_t sum = 0, high_sum = 0;
             for (int k = GROUP / 2 * part; k < GROUP / 2 * (part + 1); k++) sum += integers[k], high_sum += highs[k];
-            span.high[part][in] = high_sum, span.low[part][in] = sum - 256 * high_sum;
+            totals.high[part] = high_sum, totals.low[part] = sum - UNIT * high_sum;
         }
-        span.high[2][in] = span.high[0][in] + span.high[1][in], span.low[2][in] = span.low[0][in] + span.low[1][in];
-        for (int part = 0; part < 3; part++) span.scaled_sums[part][in] = span.scale * (float)span.sum(part, in);
+        totals.high[2] = totals.high[0] + totals.high[1], totals.low[2] = totals.low[0] + totals.low[1];
+        for (int part = 0; part < 3; part++) totals.scaled_sums[part] = scale * (float)totals.sum<BYTES>(part);
+        *to.totals_of(group, row) = totals;
     }
 }
 
@@ -271,7 +288,7 @@ enum Groups { ALONE, SUMMED, FACTORED };
 INLINE int together(const Kind& kind, int shared) { return kind.scales == HALF ? 1 : std::min(kind.span, shared); }
 template <Groups HOW>
 INLINE int together(const Kind& kind, int shared) {
-    return HOW == ALONE ? 1 : HOW == FACTORED ? MOST_TOGETHER : together(kind, shared);
+    return HOW == ALONE ? 1 : HOW == FACTORED ? shared : together(kind, shared);
 }
 
 // ---- a block ----
@@ -334,8 +351,12 @@ INLINE void add_minimum(Floats& sum, const Floats& minimum, float scaled_sum) {
     sum = add_product(sum, minimum, scaled_sum - Floats{});
 }
 
+INLINE void add_bytes(Floats& sum, Integers integers, float scale_of_state, const Floats& scale) {
+    sum = add_product(sum, floats(integers) * scale_of_state, scale);
+}
+
 INLINE void add_integers(Floats& sum, Integers high, Integers low, float scale_of_state, const Floats& scale) {
-    sum = add_product(sum, floats((high << 8) + low) * scale_of_state, scale);
+    add_bytes(sum, (high << 8) + low, scale_of_state, scale);
 }
 
 INLINE void add_large_integers(Floats& sum, Integers high, Integers low, float scale_of_state, const Floats& scale) {
@@ -345,115 +366,131 @@ INLINE void add_large_integers(Floats& sum, Integers high, Integers low, float s
 
 // ---- in registers ----
 
-// Multiply R states with U times LANES outputs of a block.
-template <int BITS, bool TABLE, Groups HOW, int R, int U>
-void multiply(const Block& block, int first, const Panel& states, float* results, int64_t width) {
+// LANES outputs of R states: sums so far, minima apart, and integers of groups that are summed together.
+template <int R>
+struct Sums {
+    Floats sums[R] = {}, minima[R] = {};
+    Integers high[R] = {}, low[R] = {};
+};
+
+// Add what a group makes of R states to sums; ask for weights that come later.
+template <int BITS, bool TABLE, Groups HOW, int BYTES, int R>
+INLINE void add_group(
+    const Block& block, const Panel& states, int64_t group, const uint8_t* ahead, Reader& reader, Sums<R>& to) {
     const Kind kind = block.kind;
-    const int last = together<HOW>(kind, states.shared) - 1;
-    Floats sums[U][R] = {}, minima[U][R] = {};
-    Integers high[U][R] = {}, low[U][R] = {};  // of groups that are summed together
-    int32_t zeros[R] = {};
-    Reader readers[2] = {{block, first}, {block, first + (U > 1 ? LANES : 0)}};
-    for (int64_t group = 0; group < states.groups; group++) {
-        const Span* spans = states.span_of(group, 0);
-        const int8_t* bytes = states.bytes_of(group, 0);
-        const int in = states.in_span(group);
-        const bool ends = (group & last) == last;
-        if (HOW != FACTORED && kind.zero)
-            for (int r = 0; r < R; r++) zeros[r] += kind.zero * spans[r].sum(2, in);
-#pragma GCC unroll 2
-        for (int u = 0; u < U; u++) {
-            Reader& reader = readers[u];
-            asm volatile("" ::: "memory");  // states are read again, with the products, in place of being kept
-            reader.begin(group);
-            const uint8_t* integers_of_group = reader.integers();
+    const int last = together<HOW>(kind, states.shared) - 1;  // of a byte each, groups have scales of their own
+    const Totals* totals = states.totals_of(group, 0);
+    const int8_t* bytes = states.bytes_of(group, 0);
+    reader.begin(group);
+    const uint8_t* integers_of_group = reader.integers();
 #pragma GCC unroll 8
-            for (int line = 0; line < LINES_AHEAD; line++)
-                __builtin_prefetch(integers_of_group + AHEAD + line * LINE, 0, CACHE);
-            Integers of_high[R] = {}, of_low[R] = {};
-            const auto finish = [&](int half) {
-                const int part = kind.halves ? half : 2;
-                if constexpr (HOW == FACTORED) {
-                    const Integers factor = reader.factor(half);
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; r++) {
-                        if (kind.zero) of_high[r] -= kind.zero * spans[r].high[part][in];
-                        if (kind.zero) of_low[r] -= kind.zero * spans[r].low[part][in];
-                        high[u][r] += factor * of_high[r], low[u][r] += factor * of_low[r];
-                        of_high[r] = of_low[r] = Integers{};
-                    }
-                }
-                if (!kind.minimum) return;
-                const Floats minimum = reader.minimum<HOW>(half);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) add_minimum(minima[u][r], minimum, spans[r].scaled_sums[part][in]);
-            };
-#pragma GCC unroll 8
-            for (int index = 0; index < 8; index++) {
-                Words words = integers<BITS>(integers_of_group, index);
-                if constexpr (TABLE) words = look_up(words, block.bytes);
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    const int8_t* four = bytes + r * sizeof(Bytes) + 4 * index;
-                    of_high[r] = add_products<TABLE ? 8 : BITS>(of_high[r], words, load<uint32_t>(four));
-                    of_low[r] = add_products<TABLE ? 8 : BITS>(of_low[r], words, load<uint32_t>(four + PAIR));
-                }
-                if (HOW == FACTORED && index == 3 && kind.halves) finish(0);
-            }
-            finish(kind.halves);
+    for (int line = 0; line <= 2 * BITS / PARTS; line++) __builtin_prefetch(ahead + line * LINE, 0, CACHE);
+    Integers high[R] = {}, low[R] = {};
+    const auto finish = [&](int half) {
+        const int part = kind.halves ? half : 2;
+        if constexpr (HOW == FACTORED) {
+            const Integers factor = reader.factor(half);
 #pragma GCC unroll 8
             for (int r = 0; r < R; r++) {
-                if constexpr (HOW == SUMMED) high[u][r] += of_high[r], low[u][r] += of_low[r];
-                if constexpr (HOW == ALONE) high[u][r] = of_high[r], low[u][r] = of_low[r];
+                if (kind.zero) high[r] -= kind.zero * totals[r].high[part];
+                if (kind.zero && BYTES == 2) low[r] -= kind.zero * totals[r].low[part];
+                to.high[r] += factor * high[r], to.low[r] += factor * low[r];
+                high[r] = low[r] = Integers{};
             }
-            if (ends) {
-                const Floats scale = reader.scale();
-#pragma GCC unroll 8
-                for (int r = 0; r < R; r++) {
-                    if constexpr (HOW == FACTORED)
-                        add_large_integers(sums[u][r], high[u][r], low[u][r], spans[r].scale, scale);
-                    else
-                        add_integers(sums[u][r], high[u][r], low[u][r] - zeros[r], spans[r].scale, scale);
-                    high[u][r] = low[u][r] = Integers{};
-                }
-            }
-            reader.next();
         }
-        if (ends) std::fill_n(zeros, R, 0);
+        if (!kind.minimum) return;
+        const Floats minimum = reader.minimum<HOW>(half);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) add_minimum(to.minima[r], minimum, totals[r].scaled_sums[part]);
+    };
+#pragma GCC unroll 8
+    for (int index = 0; index < 8; index++) {
+        Words words = integers<BITS>(integers_of_group, index);
+        if constexpr (TABLE) words = look_up(words, block.bytes);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const int8_t* four = bytes + r * sizeof(Bytes) + 4 * index;
+            high[r] = add_products<TABLE ? 8 : BITS>(high[r], words, load<uint32_t>(four));
+            if (BYTES == 2) low[r] = add_products<TABLE ? 8 : BITS>(low[r], words, load<uint32_t>(four + PAIR));
+        }
+        if (HOW == FACTORED && index == 3 && kind.halves) finish(0);
     }
-    for (int u = 0; u < U; u++)
-        for (int r = 0; r < R; r++) store(results + r * width + first + u * LANES, sums[u][r] + minima[u][r]);
+    finish(kind.halves);
+    if constexpr (HOW != FACTORED) {
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            const int32_t zeros = kind.zero ? kind.zero * totals[r].sum<BYTES>(2) : 0;
+            to.high[r] += high[r], to.low[r] += low[r] - (BYTES == 2 ? zeros : 0);
+            if (BYTES == 1) to.high[r] -= zeros;
+        }
+    }
+    if (BYTES == 1 || (group & last) == last) {
+        const Floats scale = reader.scale();
+#pragma GCC unroll 8
+        for (int r = 0; r < R; r++) {
+            if constexpr (BYTES == 1)
+                add_bytes(to.sums[r], to.high[r], totals[r].scale, scale);
+            else if constexpr (HOW == FACTORED)
+                add_large_integers(to.sums[r], to.high[r], to.low[r], totals[r].scale, scale);
+            else
+                add_integers(to.sums[r], to.high[r], to.low[r], totals[r].scale, scale);
+            to.high[r] = to.low[r] = Integers{};
+        }
+    }
+    reader.next();
 }
 
-template <int BITS, bool TABLE, Groups HOW, int R>
+// Multiply R states with a block.  Sums of few states leave registers for all outputs; those of many take them by turns,
+// for as many groups as may share a scale.
+template <int BITS, bool TABLE, Groups HOW, int BYTES, int R>
 void multiply_block(const Block& block, const Panel& states, float* results, int64_t width) {
-    constexpr int U = LANES == 16 ? 2 : 1;  // two registers' outputs hide each other's waits, even where sums leave registers
-    for (int first = 0; first < BLOCK; first += U * LANES)
-        multiply<BITS, TABLE, HOW, R, U>(block, first, states, results, width);
+    constexpr int U = LANES == 16 && R < 3 ? 2 : 1;
+    Sums<R> all[PARTS];
+    Reader readers[4] = {{block, 0}, {block, LANES % BLOCK}, {block, 2 * LANES % BLOCK}, {block, 3 * LANES % BLOCK}};
+    const int size = readers[0].size / PARTS;
+    for (int64_t first = 0; first < states.groups; first += MOST_TOGETHER) {
+        const int64_t end = std::min(states.groups, first + MOST_TOGETHER);
+        const uint8_t* ahead = readers[0].bytes + AHEAD;
+        for (int part = 0; part < PARTS; part += U) {
+            Sums<R> one = all[part], other = all[part + U - 1];
+            for (int64_t group = first; group < end; group++) {
+                add_group<BITS, TABLE, HOW, BYTES, R>(block, states, group, ahead, readers[part], one);
+                ahead += size;
+                if (U == 1) continue;
+                asm volatile("" ::: "memory");  // states are read again, with the products, in place of being kept
+                add_group<BITS, TABLE, HOW, BYTES, R>(block, states, group, ahead, readers[part + 1], other);
+                ahead += size;
+            }
+            all[part + U - 1] = other, all[part] = one;
+        }
+    }
+    for (int part = 0; part < PARTS; part++)
+        for (int r = 0; r < R; r++) store(results + r * width + part * LANES, all[part].sums[r] + all[part].minima[r]);
 }
 
 using Multiply = void (*)(const Block&, const Panel&, float*, int64_t);
 
-template <int BITS, bool TABLE, Groups HOW, int... R>
+template <int BITS, bool TABLE, Groups HOW, int BYTES, int... R>
 Multiply of_rows(int64_t rows, std::integer_sequence<int, R...>) {
-    constexpr Multiply all[] = {multiply_block<BITS, TABLE, HOW, R + 1>...};
+    constexpr Multiply all[] = {multiply_block<BITS, TABLE, HOW, BYTES, R + 1>...};
     return all[rows - 1];
 }
 
 // ---- in tiles ----
 //
-// The rows of a tile are the high and the low bytes of its states by turns, so that a sum's two parts are neighbours.
+// The rows of a tile are the high and the low bytes of its states by turns, so that a sum's two parts are neighbours; or
+// states of a byte, whose groups have scales of their own, so that each is a step.
 // Weights with factors are integers of 16 bits, of whose bytes those of 16 outputs fill two tiles, low and high ones;
 // others are bytes, and their two tiles hold those of 32 outputs.
 
 constexpr int IN_TILE = 8;  // states of a tile, at most
-constexpr int FEWEST = 5;   // from here on tiles are faster
+constexpr int FEWEST[] = {0, 9, 5};  // states of 1 and 2 bytes from which on tiles are faster
 
 #if defined(SPECINFER_TILES) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
 enum Tile { SUMS, STATES = 4, WEIGHTS };  // four of sums, one of states, two of weights
 constexpr bool HAS_TILES = true;
-INLINE TileShapes shapes(int64_t states, bool pairs) {
-    const auto rows = (uint8_t)(2 * states), in_step = (uint8_t)(pairs ? PAIR : GROUP), lines = (uint8_t)(in_step / 4);
+INLINE TileShapes shapes(int64_t states, bool pairs, bool narrow) {
+    const auto rows = (uint8_t)(narrow ? states : 2 * states), in_step = (uint8_t)(pairs ? PAIR : GROUP), lines = (uint8_t)(in_step / 4);
     return {1, 0, {}, {64, 64, 64, 64, in_step, 64, 64}, {rows, rows, rows, rows, rows, lines, lines}};
 }
 
@@ -487,8 +524,7 @@ INLINE void add_minima(const Block& block, const Panel& states, int64_t rows, Fl
         Floats minima[2][R] = {};
         const int last = (int)std::min<int64_t>(R, states.rows - row) - 1;
         for (int64_t group = 0; group < states.groups; group++) {
-            const Span* spans = states.span_of(group, row);
-            const int in = states.in_span(group);
+            const Totals* totals = states.totals_of(group, row);
 #pragma GCC unroll 2
             for (int u = 0; u < 2; u++) {
                 readers[u].begin(group);
@@ -496,7 +532,7 @@ INLINE void add_minima(const Block& block, const Panel& states, int64_t rows, Fl
                     const Floats minimum = readers[u].minimum<HOW>(half);
                     const int part = kind.halves ? half : 2;
 #pragma GCC unroll 8
-                    for (int r = 0; r < R; r++) add_minimum(minima[u][r], minimum, spans[std::min(r, last)].scaled_sums[part][in]);
+                    for (int r = 0; r < R; r++) add_minimum(minima[u][r], minimum, totals[std::min(r, last)].scaled_sums[part]);
                 }
                 readers[u].next();
             }
@@ -507,15 +543,16 @@ INLINE void add_minima(const Block& block, const Panel& states, int64_t rows, Fl
 
 // Multiply all states of a panel with the outputs of a block, tile by tile.  While a product of tiles goes on, weights of the
 // next groups are made, and the sums of the last ones are added up.
-template <int BITS, bool TABLE, Groups HOW>
+template <int BITS, bool TABLE, Groups HOW, int OF_STATE>
 void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, float* results, int64_t width) {
     constexpr int BYTES = HOW == FACTORED ? 2 : 1;  // of a weight, each in a tile
     const Kind kind = block.kind;
-    const int groups = together<HOW>(kind, states.shared), in_step = HOW == ALONE ? 1 : 2, steps = groups / in_step;
+    const int groups = together<HOW>(kind, states.shared), in_step = HOW == ALONE || OF_STATE == 1 ? 1 : 2;
+    const int steps = groups / in_step;
     const int64_t units = states.groups / groups, each = states.in_tile;
     Reader readers[2] = {{block, 0}, {block, LANES}};
     alignas(64) Words weights[MOST_TOGETHER / 2][2][BYTES][PAIR / 4];  // steps; outputs 0-15, 16-31
-    alignas(64) Integers found[2][2][BYTES][2 * IN_TILE];              // by turns
+    alignas(64) Integers found[2][2][BYTES][OF_STATE * IN_TILE];       // by turns
     Floats scales[4][2], sums[2][PANEL];
     for (auto& of_outputs : sums) std::fill_n(of_outputs, rows, Floats{});
 
@@ -548,7 +585,7 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
         }
     };
     const auto multiply = [&](int64_t unit, int step, int64_t row) {
-        SPECINFER_LOAD_TILE(STATES, states.bytes_of(unit * groups + step * in_step, row), PAIR);
+        SPECINFER_LOAD_TILE(STATES, states.bytes_of(unit * groups + step * in_step, row), sizeof(Bytes) / OF_STATE);
 #pragma GCC unroll 2
         for (int u = 0; u < 2; u++) {
             SPECINFER_LOAD_TILE(WEIGHTS + u, weights[step][u][0], LINE);
@@ -559,21 +596,24 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
             }
         }
     };
-    const auto finish = [&](int64_t unit, int64_t row, const Integers (*from)[BYTES][2 * IN_TILE]) {
+    const auto finish = [&](int64_t unit, int64_t row, const Integers (*from)[BYTES][OF_STATE * IN_TILE]) {
         for (int u = 0; u < 2; u++) {
             const Floats scale = scales[unit % 4][u];
-            const Span* span = states.span_of(unit * groups, row);
+            const Totals* totals = states.totals_of(unit * groups, row);
             const Integers *low = from[u][0], *high = from[u][BYTES - 1];
             Floats* sum = sums[u] + row;
-            for (int64_t r = 0; r < each; r++, span++, low += 2, high += 2, sum++) {
-                if constexpr (HOW == FACTORED) {
-                    add_large_integers(*sum, (high[0] << 8) + low[0], (high[1] << 8) + low[1], span->scale, scale);
+            for (int64_t r = 0; r < each; r++, totals++, low += OF_STATE, high += OF_STATE, sum++) {
+                if constexpr (OF_STATE == 1) {
+                    const Integers found = HOW == FACTORED ? (high[0] << 8) + low[0] : low[0] - kind.zero * totals->sum<1>(2);
+                    add_bytes(*sum, found, totals->scale, scale);
+                } else if constexpr (HOW == FACTORED) {
+                    add_large_integers(*sum, (high[0] << 8) + low[0], (high[1] << 8) + low[1], totals->scale, scale);
                 } else {
                     int32_t zeros = 0;
-                    const int in = states.in_span(unit * groups);
                     if (kind.zero)
-                        for (int group = 0; group < groups; group++) zeros += kind.zero * span->sum(2, in + group);
-                    add_integers(*sum, low[0], low[1] - zeros, span->scale, scale);
+                        for (int group = 0; group < groups; group++)
+                            zeros += kind.zero * totals[group * states.rows].sum<2>(2);
+                    add_integers(*sum, low[0], low[1] - zeros, totals->scale, scale);
                 }
             }
         }
@@ -608,8 +648,8 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
 #else
 constexpr bool HAS_TILES = false;
 
-TileShapes shapes(int64_t, bool) { return {}; }
-template <int BITS, bool TABLE, Groups HOW>
+TileShapes shapes(int64_t, bool, bool) { return {}; }
+template <int BITS, bool TABLE, Groups HOW, int OF_STATE>
 void multiply_in_tiles(const Block&, const Panel&, int64_t, float*, int64_t) {}
 #endif
 
@@ -621,37 +661,41 @@ int64_t states_of_tile(int64_t rows) {
 
 // ---- a block and some states ----
 
-template <int BITS, bool TABLE, Groups HOW>
+thread_local bool is_wide = false;  // whether states of a byte have two, in products of this thread
+
+template <int BITS, bool TABLE, Groups HOW, int BYTES>
 void multiply_rows(const Block& block, const Panel& states, int64_t rows, float* to, int64_t width) {
-    if (states.in_tile) return multiply_in_tiles<BITS, TABLE, HOW>(block, states, rows, to, width);
-    constexpr auto R = std::make_integer_sequence<int, MOST_ROWS>();
-    const int64_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS;
+    if (states.in_tile) return multiply_in_tiles<BITS, TABLE, HOW, BYTES>(block, states, rows, to, width);
+    constexpr int MOST = MOST_ROWS[BYTES];
+    constexpr auto R = std::make_integer_sequence<int, MOST>();
+    const int64_t parts = rows <= MOST ? 1 : (rows + OF_MANY[BYTES] - 1) / OF_MANY[BYTES];
     for (int64_t part = 0; part < parts; part++) {
         const int64_t from = rows * part / parts, end = rows * (part + 1) / parts;
-        of_rows<BITS, TABLE, HOW>(end - from, R)(block, states.from(from), to + from * width, width);
+        of_rows<BITS, TABLE, HOW, BYTES>(end - from, R)(block, states.from(from), to + from * width, width);
     }
 }
 
 using MultiplyRows = void (*)(const Block&, const Panel&, int64_t, float*, int64_t);
 
 template <int BITS, bool TABLE = false>
-MultiplyRows multiplication(Groups how) {
-    constexpr MultiplyRows all[] = {
-        multiply_rows<BITS, TABLE, ALONE>, multiply_rows<BITS, TABLE, SUMMED>, multiply_rows<BITS, TABLE, FACTORED>};
-    return all[how];
+MultiplyRows multiplication(Groups how, bool narrow) {
+    constexpr MultiplyRows wide[] = {
+        multiply_rows<BITS, TABLE, ALONE, 2>, multiply_rows<BITS, TABLE, SUMMED, 2>, multiply_rows<BITS, TABLE, FACTORED, 2>};
+    if (narrow) return how == FACTORED ? multiply_rows<BITS, TABLE, FACTORED, 1> : multiply_rows<BITS, TABLE, ALONE, 1>;
+    return wide[how];
 }
 
 // Outputs of a block for some states, of which so many groups share a scale.
 MultiplyRows multiplication(const Kind& kind, int shared) {
     const Groups how = kind.scales == FACTORS ? FACTORED : together(kind, shared) > 1 ? SUMMED : ALONE;
     switch (kind.bits) {
-        case 2: return multiplication<2>(how);
-        case 3: return multiplication<3>(how);
-        case 5: return multiplication<5>(how);
-        case 6: return multiplication<6>(how);
-        case 8: return multiplication<8>(how);
+        case 2: return multiplication<2>(how, kind.narrow);
+        case 3: return multiplication<3>(how, kind.narrow);
+        case 5: return multiplication<5>(how, kind.narrow);
+        case 6: return multiplication<6>(how, kind.narrow);
+        case 8: return multiplication<8>(how, kind.narrow);
     }
-    return kind.table ? multiplication<4, true>(how) : multiplication<4>(how);
+    return kind.table ? multiplication<4, true>(how, kind.narrow) : multiplication<4>(how, kind.narrow);
 }
 
 // One row of a block, as numbers.
@@ -691,28 +735,31 @@ void read_any_row(const Block& block, int row, int64_t groups, float* to) {
 
 extern "C" {
 
+// Whether states have two bytes in this thread's products, also where a matrix asks for one; as it was before.
+bool specinfer_wide_states(bool wide) { return std::exchange(is_wide, wide); }
+
 // results (rows, outputs) = states (rows, K) times the transposes of packed matrices, side by side.
 void specinfer_packed_linear(
     const float* states, const uint8_t* const* matrices, int64_t count, float* results, int64_t rows, int64_t size,
     int64_t outputs) {
     const int64_t groups = size / GROUP;
     const int threads = rows * size * outputs < SMALL ? 1 : omp_get_max_threads();
-    const int64_t in_tile = HAS_TILES && rows >= FEWEST && tiles_are_allowed() ? states_of_tile(rows) : 0;
-    const int64_t all = in_tile ? (rows + in_tile - 1) / in_tile * in_tile : rows;  // filled up with zeros
+    const int64_t in_tile = HAS_TILES && rows >= FEWEST[2] && tiles_are_allowed() ? states_of_tile(rows) : 0;
+    const int64_t all = in_tile ? (rows + in_tile - 1) / in_tile * in_tile : rows;  // the last one again
     const int64_t pairs = (groups + 1) / 2;
-    bool is_used[2] = {};  // scales for 32 inputs, as weights of scales for 32 have; scales for up to 256
-    std::vector<Span> of_spans[2];
-    std::vector<Bytes> bytes[2];
-    const auto sharing_of = [&](int way) { return way ? sharing(groups) : 1; };
-    const auto way_of = [](const Kind& kind) { return kind.scales == HALF ? 0 : 1; };
-    for (int64_t matrix = 0; matrix < count; matrix++) is_used[way_of(Block(matrices[matrix], 0).kind)] = true;
-    for (int way = 0; way < 2; way++)
-        if (is_used[way]) of_spans[way].resize(all * groups / sharing_of(way)), bytes[way].resize(all * pairs);
-    const auto panel = [&](int64_t top, int way) {
-        const int shared = sharing_of(way);
+    const bool wide = is_wide;
+    bool is_used[FORMS] = {};
+    std::unique_ptr<Totals[]> totals[FORMS];
+    std::unique_ptr<Bytes[]> bytes[FORMS];
+    for (int64_t matrix = 0; matrix < count; matrix++) is_used[form_of(Block(matrices[matrix], 0, wide).kind)] = true;
+    for (const Form form : {FOR_32, FOR_256, BYTE}) {
+        if (!is_used[form]) continue;
+        totals[form].reset(new Totals[all * groups]), bytes[form].reset(new Bytes[all * pairs]);
+    }
+    const auto panel = [&](int64_t top, Form form) {
         return Panel{
-            of_spans[way].data() + top * (groups / shared), bytes[way].data() + top * pairs, groups,
-            std::min(PANEL, all - top), shared, __builtin_ctz(shared), in_tile};
+            totals[form].get() + top * groups, bytes[form].get() + top * pairs, groups, std::min(PANEL, all - top),
+            sharing(form, groups), rows < FEWEST[form == BYTE ? 1 : 2] ? 0 : in_tile};
     };
     std::vector<Place> places;
     for (int64_t matrix = 0, first = 0; matrix < count; matrix++) {
@@ -723,35 +770,39 @@ void specinfer_packed_linear(
     }
 #pragma omp parallel num_threads(threads)
     {
-        for (int way = 0; way < 2; way++) {
-            const int64_t shared = sharing_of(way), spans = groups / shared;
+        for (const Form form : {FOR_32, FOR_256, BYTE}) {
+            const auto round = form == BYTE ? round_states<1> : round_states<2>;
+            const int64_t shared = sharing(form, groups), spans = groups / shared;
 #pragma omp for schedule(static)
-            for (int64_t index = 0; index < (is_used[way] ? rows * spans : 0); index++) {
-                const int64_t row = index / spans, top = row / PANEL * PANEL;
-                round_states(states + index * shared * GROUP, panel(top, way), index % spans * shared, row - top);
+            for (int64_t index = 0; index < (is_used[form] ? all * spans : 0); index++) {
+                const int64_t row = index / spans, top = row / PANEL * PANEL, span = index % spans;
+                const float* from = states + std::min(row, rows - 1) * size + span * shared * GROUP;
+                round(from, panel(top, form), span * shared, row - top);
             }
         }
         const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads(), blocks = places.size();
         const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
-        bool in_pairs = true;
-        InTiles in_tiles(in_tile, shapes(in_tile, in_pairs));
+        bool in_pairs = true, narrow = false;
+        InTiles in_tiles(in_tile, shapes(in_tile, in_pairs, narrow));
         for (int64_t top = 0; top < rows; top += PANEL) {
             const int64_t some = std::min(PANEL, rows - top);
             for (int64_t index = from; index < to; index++) {
                 const Place& place = places[index];
-                const Block block(place.matrix, place.number);
-                const int way = way_of(block.kind), shared = sharing_of(way);
-                if (in_tile && in_pairs != together(block.kind, shared) > 1)
-                    in_tiles.reshape(shapes(in_tile, in_pairs = !in_pairs));
+                const Block block(place.matrix, place.number, wide);
+                const Form form = form_of(block.kind);
+                const int shared = sharing(form, groups);
+                const bool pairs = together(block.kind, shared) > 1;
+                if (in_tile && (in_pairs != pairs || narrow != block.kind.narrow))
+                    in_tiles.reshape(shapes(in_tile, in_pairs = pairs, narrow = block.kind.narrow));
                 const MultiplyRows multiply = multiplication(block.kind, shared);
                 float* found = results + top * outputs + place.first;
                 if (place.outputs < BLOCK) {
                     float sums[PANEL * BLOCK];
-                    multiply(block, panel(top, way), some, sums, BLOCK);
+                    multiply(block, panel(top, form), some, sums, BLOCK);
                     for (int64_t row = 0; row < some; row++)
                         std::copy_n(sums + row * BLOCK, place.outputs, found + row * outputs);
                 } else {
-                    multiply(block, panel(top, way), some, found, outputs);
+                    multiply(block, panel(top, form), some, found, outputs);
                 }
             }
         }

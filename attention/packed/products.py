@@ -9,7 +9,8 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -79,6 +80,19 @@ def rows_of(rows: Tensor, packed: Tensor, inputs: int) -> Tensor:
     return found
 
 
+@contextmanager
+def wide_states() -> Iterator[None]:
+    """Round states to 16 bits in all products of this thread: a comparison of passes needs more than 8."""
+    if (products := library()) is None:
+        yield
+        return
+    before = products.specinfer_wide_states(True)
+    try:
+        yield
+    finally:
+        products.specinfer_wide_states(before)
+
+
 _operators.impl("packed_linear", linear, "CPU")
 _operators.impl("packed_rows", rows_of, "CPU")
 
@@ -107,6 +121,7 @@ def library() -> ctypes.CDLL | None:
     address, number = ctypes.c_void_p, ctypes.c_int64
     found.specinfer_packed_linear.argtypes = [address, address, number, address, number, number, number]
     found.specinfer_packed_rows.argtypes = [address, address, address, number, number]
+    found.specinfer_wide_states.argtypes, found.specinfer_wide_states.restype = [ctypes.c_bool], ctypes.c_bool
     return found
 
 

@@ -70,6 +70,7 @@ def check_draft(
     *,
     layers: options.Layers,
     quantize: options.Quantize = None,
+    activations: options.Activations = None,
     plot: Annotated[Path | None, Option(help=f"File for a picture: .{', .'.join(PICTURES)}.")] = None,
     as_json: options.Json = False,
 ) -> None:
@@ -82,7 +83,7 @@ def check_draft(
     kind = _picture_kind(plot) if plot else None
     texts = [text for path in prompts or () for _, text in read_prompt_file(path, split, count)] or list(PROMPTS)
     drafts = [_unrefused(name, layers.dtype, layers.device, quantize) for name in draft or ["bundled"]]
-    decoder = options.load_decoder(target, drafts, quantize=quantize, **layers.loading())
+    decoder = options.load_decoder(target, drafts, quantize=quantize, activations=activations, **layers.loading())
     report = run(decoder, texts, max_new_tokens=max_new_tokens, progress=Bars())
     if plot is not None:
         report.plot().figure.canvas.print_figure(drawn := BytesIO(), format=kind, dpi=150)

@@ -46,6 +46,10 @@ Seed = Annotated[
     int, Option(help="Same seed, same text with any tree or none; in float32, and not with sampled trees.")
 ]
 Quantize = Annotated[str | None, Option(help="int8 or int4: round the models' weights, on a CPU.")]
+Activations = Annotated[
+    str | None,
+    Option(help="int8: products with the target's packed weights round states to 8 bits.", show_default="16 bits"),
+]
 TensorParallel = Annotated[
     int, Option(help="Processes that share the target: run under torchrun --nproc-per-node N -m specinfer.", min=1)
 ]
@@ -111,6 +115,7 @@ class Models(Layers, Pair):
     """A target and its drafts, and all ways to load them."""
 
     quantize: Quantize = None
+    activations: Activations = None
 
 
 @dataclass(frozen=True)

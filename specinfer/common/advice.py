@@ -24,6 +24,7 @@ ELSEWHERE: dict[str, str] = {
     "tree": "policy tree_policy",
     "dtype": "precision",
     "quantize": "load_in_8bit load_in_4bit quantization",
+    "activations": "activation_dtype act_dtype states",
     "attn_implementation": "use_flash_attention_2",
     "tensor_parallel": "tp_size tp_plan tensor_parallel_size",
     "token": "use_auth_token",

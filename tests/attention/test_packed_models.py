@@ -13,12 +13,13 @@ from test_packed_products import plain_rows, spanned
 from torch import nn
 
 from specinfer import BestFirst, Chain, SpeculativeDecoder
+from specinfer.attention import check_model
 from specinfer.attention.compiler import making
 from specinfer.attention.compiler.making import _has_same_bits
 from specinfer.attention.packed import products
 from specinfer.attention.packed.formats import KINDS, quantised
 from specinfer.attention.packed.layout import pack
-from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
+from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear, round_states
 from specinfer.errors import UnsupportedModel
 from specinfer.training import Recipe, distill
 
@@ -69,9 +70,32 @@ def test_ids_are_those_of_the_plain_model(tree: Any, options: dict[str, Any]) ->
     assert own == plain == ids(decoder(model, None, []), **options)
 
 
-def test_nodes_have_the_same_bits_in_every_pass() -> None:
-    made, passes = compiled(packed_llama())
+@pytest.mark.parametrize("tree", [None, Chain(3), BestFirst(12, 4)], ids=str)
+def test_states_of_8_bits_give_a_text_of_their_own_with_and_without_trees(tree: Any) -> None:
+    model = packed_llama()
+    round_states(model)
+    made = decoder(model, tree, compile="auto")
+    assert made.passes == "passes: compiled (activations in 8 bits)"
+    assert ids(made, **SAMPLED) == ids(decoder(model, None, [], compile="auto"), **SAMPLED)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
+def test_nodes_have_the_same_bits_in_every_pass(bits: int) -> None:
+    model = packed_llama()
+    if bits == 8:
+        round_states(model)
+    made, passes = compiled(model)
     assert _has_same_bits(made.target, passes)
+
+
+def test_checks_compare_products_by_states_of_16_bits() -> None:
+    """Rounding to 8 bits moves logits by more than a wrong mask can."""
+    model, other = packed_llama(), packed_llama()
+    round_states(other)
+    rounded, exact = (check_model(each) for each in (other, model))
+    assert rounded.error == exact.error
+    given = torch.arange(20)[None]
+    assert (other(given).logits - model(given).logits).abs().max() > 1e-3 * model(given).logits.std()
 
 
 def test_one_package_serves_every_mix_of_formats(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def test_texts_are_the_rounded_models_own_compiled_and_not(folder: Path, cache: None) -> None:
     made = SpeculativeDecoder.from_pretrained(str(folder), [str(folder)], quantize="int4", compile=True)
-    assert made.passes == "passes: compiled"
+    assert made.passes.startswith("passes: target compiled, ")
+    assert made.passes.endswith(" compiled (activations in 8 bits)")
     assert [kind_of(network.model.lm_head.packed)[1] for network in made.networks] == [8, 8]
     plain = SpeculativeDecoder.from_pretrained(str(folder), [], None, quantize="int4", compile=False)
     for prompt in PROMPTS:
@@ -194,6 +195,8 @@ def test_drafts_are_rounded_where_nothing_else_is_asked_for(folder: Path, tmp_pa
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"quantize": "int2"}, "quantize='int2' is unknown: choose int4 or int8"),
     ({"quantize": 4}, "quantize=4 is unknown"),
+    ({"activations": "int4"}, "activations='int4' is unknown: give int8, or leave it out"),
+    ({"activations": "int8"}, "has none; give a GGUF file or a quantised checkpoint, or quantize= as well"),
     ({"quantize": "int8", "dtype": "bfloat16"}, "states are float32 then: leave dtype out"),
     ({"quantize": "int8", "device_map": "auto"}, "device_map is given: leave one out"),
     ({"quantize": "int8", "tensor_parallel": 2}, "tensor_parallel is given: leave one out"),
