@@ -126,6 +126,8 @@ METHODS = {
     "plain": "no speculation",
     "generate": "transformers `generate`",
     "llama": "llama.cpp",
+    "int8 activations auto": '`tree="auto"`, activations in 8 bits',
+    "int8 activations plain": "no speculation, activations in 8 bits",
 }
 GAIN = "{ratio:.2f} [{low:.2f}, {high:.2f}]"
 
@@ -324,9 +326,13 @@ def without_tiles(name: str) -> Figure:
     figure = FIGURES[name]
     labels = "135M, bfloat16", "135M, Q4_1", "1.5B, Q4_K_M"
     runs = {label: figure.runs[label] for label in labels}
-    ours = {
-        label: run._replace(options=run.options.replace(THREE, "--methods auto plain")) for label, run in runs.items()
-    }
+    ours = {}
+    for label, run in runs.items():
+        ours[label] = run._replace(options=run.options.replace(THREE, "--methods auto plain"))
+        if "Q4" in label and name == "speed":
+            ours[label] = run._replace(options=ours[label].options.replace("plain", "plain --activations int8"))
+        elif "Q4" in label:
+            ours[f"{label}, activations in 8 bits"] = run._replace(options=f"{run.options} --activations int8")
     return figure._replace(runs=ours, plot=None, lacks="AMX")
 
 
