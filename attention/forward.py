@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,6 +88,12 @@ class Forward:
         self.uniform_layers = 1 if spans_devices(model) else self.layers // self.ranks.stages - shared
         self.takes_positions = "position_ids" in parameters
         self.takes_logits_to_keep = "logits_to_keep" in parameters
+
+    @property
+    def checkpoint(self) -> str:
+        """What its checkpoint is called: its name on the hub, or its folder's or file's; its class without either."""
+        name = str(getattr(self.model.config, "_name_or_path", "")) or self.name
+        return Path(name).name if Path(name).exists() else name
 
     @property
     def device(self) -> torch.device:

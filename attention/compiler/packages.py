@@ -206,7 +206,7 @@ def _made(model: TreeModel, form: str, aux_layers: Sequence[int]) -> CompiledPas
                 return compiled
             if missing := missing_compiler():
                 raise NotCompiled(missing)
-            _tell(f"compiling the passes of {_checkpoint_name(model)}: minutes, once")
+            _tell(f"compiling the passes of {model.checkpoint}: minutes, once")
             with suppress(*UNREADABLE):  # so that the new package also serves the models of the old one
                 aux_layers = [*aux_layers, *parse_json((folder / RECORD).read_text())["aux_layers"]]
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as temporary:
@@ -223,7 +223,7 @@ def _made(model: TreeModel, form: str, aux_layers: Sequence[int]) -> CompiledPas
                     f"up to {limit:g} is rounding"
                 )
                 record = parse_json((made / RECORD).read_text())
-                record["made"] = {"model": _checkpoint_name(model), "error": error, "limit": limit}
+                record["made"] = {"model": model.checkpoint, "error": error, "limit": limit}
                 write_json(made / RECORD, record)
                 shutil.rmtree(folder, ignore_errors=True)
                 made.rename(folder)
@@ -235,11 +235,6 @@ def _made(model: TreeModel, form: str, aux_layers: Sequence[int]) -> CompiledPas
         raise NotCompiled(f"packages cannot be kept in {folder.parent} ({error.strerror or error})") from error
     _loaded[form][model.model] = compiled
     return compiled
-
-
-def _checkpoint_name(model: TreeModel) -> str:
-    """Return what a checkpoint is called, without its path; its class where it has no name."""
-    return Path(getattr(model.model.config, "_name_or_path", "") or model.name).name
 
 
 def _tell(line: str) -> None:

@@ -3,9 +3,10 @@
 // Knows: the packed layout (layout.py), one matrix of states.  Does not know: models, files.
 //
 // Weights stay the integers that they are in their file.  States are rounded to integers of 16 bits, with a scale for up to
-// 256 inputs, or for 32 where weights have one for each 32: two bytes, which the processor multiplies four inputs at a time.  Inputs that share the scales of states and of
-// weights are summed as integers, which is exact; such sums are added up in one order, whatever else is multiplied.  So an
-// output has the same bits in every product: that of five states or more in tiles (AMX), that of fewer in registers.
+// 256 inputs, or for 32 where weights have one for each 32: two bytes, which the processor multiplies four inputs at a time.
+// Where a matrix asks for it, they are rounded to a byte with a scale for 32 inputs.  Inputs that share the scales of states
+// and of weights are summed as integers, which is exact; these sums are added up in one order, whatever else is multiplied.
+// So an output has the same bits in every product: that of many states in tiles (AMX), that of few in registers.
 //
 // A matrix is a row of blocks of 32 outputs.  Each has a kind of its own, found in the table that begins the matrix.
 
@@ -39,7 +40,8 @@ namespace {
 
 using specinfer::InTiles, specinfer::TileShapes, specinfer::tiles_are_allowed;
 
-#ifdef __AVX512F__  // numbers of a register; by bytes of a state: states whose sums fit into all, and how many where there are more
+// Numbers of a register; by the bytes of a state, how many states' sums fit into all, and are best where there are more.
+#ifdef __AVX512F__
 constexpr int LANES = 16, MOST_ROWS[] = {0, 8, 5}, OF_MANY[] = {0, 7, 4};
 #else
 constexpr int LANES = 8, MOST_ROWS[] = {0, 4, 3}, OF_MANY[] = {0, 4, 3};
@@ -75,7 +77,7 @@ INLINE void store(float* to, const Floats& found) { memcpy(to, &found, sizeof fo
 
 // ---- kinds ----
 
-constexpr uint32_t NARROW = 1 << 24;
+constexpr uint32_t NARROW = 1 << 24;  // stands in the head beside a kind: states have a byte
 enum Scales { HALF, FACTORS, SINGLE };  // float16; float16 for 256 inputs times an integer; float32 for a span
 
 struct Kind {
@@ -99,7 +101,7 @@ struct Block {
     const uint8_t* bytes;
     Kind kind;
 
-    INLINE Block(const uint8_t* matrix, int64_t number, bool wide = true)
+    INLINE Block(const uint8_t* matrix, int64_t number, bool wide = true)  // states have two bytes in any case
         : bytes(matrix + load<uint64_t>(matrix + LINE + 16 * number)),
           kind(load<uint32_t>(matrix + LINE + 16 * number + 8) & ~(wide ? NARROW : 0)) {}
 };
@@ -378,7 +380,7 @@ template <int BITS, bool TABLE, Groups HOW, int BYTES, int R>
 INLINE void add_group(
     const Block& block, const Panel& states, int64_t group, const uint8_t* ahead, Reader& reader, Sums<R>& to) {
     const Kind kind = block.kind;
-    const int last = together<HOW>(kind, states.shared) - 1;  // of a byte each, groups have scales of their own
+    const int last = together<HOW>(kind, states.shared) - 1;
     const Totals* totals = states.totals_of(group, 0);
     const int8_t* bytes = states.bytes_of(group, 0);
     reader.begin(group);
@@ -424,7 +426,7 @@ INLINE void add_group(
             if (BYTES == 1) to.high[r] -= zeros;
         }
     }
-    if (BYTES == 1 || (group & last) == last) {
+    if (BYTES == 1 || (group & last) == last) {  // groups of states of a byte share no scale
         const Floats scale = reader.scale();
 #pragma GCC unroll 8
         for (int r = 0; r < R; r++) {

@@ -6,7 +6,6 @@ Does not know: when and beside whom they are decoded.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from specinfer.common.versions import versions
@@ -206,16 +205,10 @@ def result_of(
     )
 
 
-def target_name(decoder: Decoder) -> str:
-    """Return what a decoder's target is called: its name on the hub, or its folder's or file's."""
-    name = str(getattr(decoder.target.model.config, "_name_or_path", "")) or decoder.target.name
-    return Path(name).name if Path(name).exists() else name
-
-
 def _made_by(decoder: Decoder, row: Row, policy: Policy) -> dict[str, object]:
     """Return what made a row's text, in words and numbers."""
     return {
-        "target": target_name(decoder),
+        "target": decoder.target.checkpoint,
         "drafts": [draft.name for draft in decoder.drafts],
         "tree": str(policy),
         "verifier": str(decoder.verifier),

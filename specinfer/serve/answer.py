@@ -20,7 +20,7 @@ from specinfer.calls.scoring import Score
 from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.options import Options
-from specinfer.engine.requests import Request, target_name
+from specinfer.engine.requests import Request
 from specinfer.serve.choice import AfterPrompt, Choice, News
 from specinfer.serve.protocol import ApiError, Body
 
@@ -55,12 +55,12 @@ class Served:
     ) -> "Served":
         """Return the model under a name and limits; the decoder's where none are given."""
         usual = CONTEXT if isinf(decoder.context) else decoder.context
-        return cls(decoder, name or target_name(decoder), int(min(context or usual, decoder.context)), max_tokens)
+        return cls(decoder, name or decoder.target.checkpoint, int(min(context or usual, decoder.context)), max_tokens)
 
     @cached_property
     def fingerprint(self) -> str:
         """A digest of what texts depend on beside requests: under the same one, a seed gives the same text."""
-        parts = [target_name(self.decoder), str(self.decoder.target.dtype), self.decoder.passes, versions()]
+        parts = [self.decoder.target.checkpoint, str(self.decoder.target.dtype), self.decoder.passes, versions()]
         return f"fp_{sha256(encode(parts)).hexdigest()[:12]}"
 
 
