@@ -496,10 +496,6 @@ INLINE TileShapes shapes(int64_t states, bool pairs, bool narrow) {
     return {1, 0, {}, {64, 64, 64, 64, in_step, 64, 64}, {rows, rows, rows, rows, rows, lines, lines}};
 }
 
-#define ZERO(tile) asm volatile("tilezero %%tmm%c0" ::"i"(tile))
-#define ADD_PRODUCTS(operation, weights, sums) \
-    asm volatile(operation " %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(weights), "i"(STATES), "i"(sums))
-
 typedef uint16_t Shorts __attribute__((vector_size(LINE)));
 
 // Four integers of each word, less zero, times a factor: the low and the high bytes of the products, of 16 bits each.
@@ -591,10 +587,10 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
 #pragma GCC unroll 2
         for (int u = 0; u < 2; u++) {
             SPECINFER_LOAD_TILE(WEIGHTS + u, weights[step][u][0], LINE);
-            ADD_PRODUCTS("tdpbsud", WEIGHTS + u, SUMS + BYTES * u);
+            SPECINFER_ADD_PRODUCTS("tdpbsud", WEIGHTS + u, STATES, SUMS + BYTES * u);
             if constexpr (HOW == FACTORED) {
                 SPECINFER_LOAD_TILE(WEIGHTS + u, weights[step][u][1], LINE);
-                ADD_PRODUCTS("tdpbssd", WEIGHTS + u, SUMS + BYTES * u + 1);
+                SPECINFER_ADD_PRODUCTS("tdpbssd", WEIGHTS + u, STATES, SUMS + BYTES * u + 1);
             }
         }
     };
@@ -625,7 +621,8 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
     for (int64_t unit = 0; unit < units; unit++) {
         for (int64_t row = 0; row < rows; row += each, turn++) {
             const bool last = row + each >= rows && unit + 1 < units;
-            ZERO(SUMS); ZERO(SUMS + 1); ZERO(SUMS + 2); ZERO(SUMS + 3);
+            SPECINFER_ZERO_TILE(SUMS); SPECINFER_ZERO_TILE(SUMS + 1);
+            SPECINFER_ZERO_TILE(SUMS + 2); SPECINFER_ZERO_TILE(SUMS + 3);
             for (int step = 0; step < steps; step++) {
                 multiply(unit, step, row);
                 if (last) make(unit + 1, step);

@@ -1,13 +1,14 @@
 // Tiles of a processor (AMX): whether they may be used, their shapes, and how they are loaded and stored.
 //
 // Torch has tiles of its own, of shapes that it remembers: they are found as they were.  GCC 12 drops the stores that
-// `_tile_loadconfig` should read, so instructions are written out.
+// `_tile_loadconfig` should read, so instructions are written out.  Tests give the name of a header that computes tiles in
+// C++ (SPECINFER_EMULATED_TILES), so that what multiplies in tiles runs on other processors as well.
 
 #pragma once
 
 #include <cstdint>
 
-#if defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
+#if !defined(SPECINFER_EMULATED_TILES) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
 #define SPECINFER_TILES
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -16,6 +17,9 @@
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"((int64_t)(stride)), "i"(tile) : "memory")
 #define SPECINFER_STORE_TILE(tile, to, stride) \
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"((int64_t)(stride)), "i"(tile) : "memory")
+#define SPECINFER_ZERO_TILE(tile) asm volatile("tilezero %%tmm%c0" ::"i"(tile))
+#define SPECINFER_ADD_PRODUCTS(operation, weights, states, sums) \
+    asm volatile(operation " %%tmm%c0, %%tmm%c1, %%tmm%c2" ::"i"(weights), "i"(states), "i"(sums))
 #endif
 
 namespace specinfer {
@@ -54,7 +58,7 @@ class InTiles {
     }
     void reshape(const TileShapes& shapes) { asm volatile("ldtilecfg %0" ::"m"(shapes) : "memory"); }
 };
-#else
+#elif !defined(SPECINFER_EMULATED_TILES)
 inline bool tiles_are_allowed() { return false; }
 
 struct InTiles {
@@ -64,3 +68,8 @@ struct InTiles {
 #endif
 
 }  // namespace specinfer
+
+#ifdef SPECINFER_EMULATED_TILES
+#define SPECINFER_TILES
+#include SPECINFER_EMULATED_TILES
+#endif
