@@ -842,7 +842,7 @@ def test_a_new_package_keeps_its_model_error_and_limit(cache: Path, tmp_path: Pa
     equip(model, (), True)
     assert model.ways.missing == ""
     (row,) = packages.packages()
-    assert (row["model"], row["is"], row["limit"]) == ("tiny", "language model", 1e-3)
+    assert (row["model"], row["is"], row["limit"]) == ("models/tiny", "language model", 1e-3)
     assert 0 <= row["error"] <= 1e-3
     path = packages.package_of(model, "packed") / "package.json"
     path.write_text(json.dumps({name: value for name, value in json.loads(path.read_text()).items() if name != "made"}))
