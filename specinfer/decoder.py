@@ -22,7 +22,7 @@ from transformers.generation import BaseStreamer, GenerationConfig
 from specinfer import loading
 from specinfer.adaptive.policy import Auto
 from specinfer.attention import Support, TreeModel, check_model
-from specinfer.attention.packed.modules import bits_of_states, round_states
+from specinfer.attention.packed.modules import round_states, rounds_states
 from specinfer.attention.passes.registry import equip
 from specinfer.calls.many import Finished, finished
 from specinfer.calls.run import Run
@@ -266,7 +266,7 @@ class SpeculativeDecoder:
     @property
     def passes(self) -> str:
         """How the passes of target and drafts run, and why some are not compiled, in one line."""
-        rounded = [" (activations in 8 bits)" * (bits_of_states(model.model) == 8) for model in self.networks]
+        rounded = [" (activations in 8 bits)" * rounds_states(model.model) for model in self.networks]
         ways = [f"{model.ways}{states}" for model, states in zip(self.networks, rounded, strict=True)]
         named = [f"{name} {way}" for (name, _), way in zip(self._named_networks(), ways, strict=True)]
         return f"passes: {', '.join(named if len(set(ways)) > 1 else ways[:1])}"

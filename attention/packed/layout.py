@@ -123,7 +123,7 @@ def outputs_of(packed: Tensor) -> int:
 
 def kind_of(packed: Tensor) -> tuple[int, int]:
     """Return the kind of a packed matrix, as `code_of` does, and the bits of its integers."""
-    code = int(packed[LINE + 8 : LINE + ENTRY].view(torch.int64)) & (NARROW - 1)
+    code = int(_entries(packed)[0, 1]) & (NARROW - 1)
     return code, code & 15
 
 

@@ -132,10 +132,10 @@ def round_states(model: nn.Module) -> None:
             narrow(module.packed)
 
 
-def bits_of_states(model: nn.Module) -> int:
-    """Return to how many bits products with the packed matrices of a model round states; 0 without any."""
+def rounds_states(model: nn.Module) -> bool:
+    """Whether products with packed matrices of a model round states to 8 bits."""
     packed = next((module.packed for module in model.modules() if isinstance(module, PackedLinear)), None)
-    return 0 if packed is None else 8 if is_narrow(packed) else 16
+    return packed is not None and is_narrow(packed)
 
 
 def holds_packed(buffer: Tensor) -> bool:

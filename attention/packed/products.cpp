@@ -365,7 +365,6 @@ INLINE void add_large_integers(Floats& sum, Integers high, Integers low, float s
     sum = add_product(sum, add_product(floats(low), floats(high), 256.0f - Floats{}) * scale_of_state, scale);
 }
 
-
 // ---- in registers ----
 
 // LANES outputs of R states: sums so far, minima apart, and integers of groups that are summed together.
@@ -486,7 +485,7 @@ Multiply of_rows(int64_t rows, std::integer_sequence<int, R...>) {
 // others are bytes, and their two tiles hold those of 32 outputs.
 
 constexpr int IN_TILE = 8;  // states of a tile, at most
-constexpr int FEWEST[] = {0, 9, 5};  // states of 1 and 2 bytes from which on tiles are faster
+constexpr int FEWEST[] = {0, 9, 5};  // states of 1 byte, which were not measured, and of 2, from which on tiles are used
 
 #if defined(SPECINFER_TILES) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
 enum Tile { SUMS, STATES = 4, WEIGHTS };  // four of sums, one of states, two of weights

@@ -730,19 +730,8 @@ GENERATE = {
     *("--target", "--draft", "--tree", "--nodes", "--depth", "--expansion", "--max-new-tokens", "--temperature"),
     *("--top-p", "--top-k", "--seed", "--dtype", "--device", "--raw", "--show-tree", "--confidence-gate", "--json"),
     *("--profile", "--memory", "--online", "--save-drafts", "--penalty-alpha", "--tensor-parallel"),
-    *(
-        "--prompts",
-        "--out",
-        "--max-rows",
-        "--quantize",
-        "--activations",
-        "--save",
-        "--html",
-        "--svg",
-        "--steps",
-        "--logprobs",
-    ),
-    *("--json-schema", "--grammar", "--regex", "--choice"),
+    *("--prompts", "--out", "--max-rows", "--quantize", "--save", "--html", "--svg", "--steps", "--logprobs"),
+    *("--activations", "--json-schema", "--grammar", "--regex", "--choice"),
     *PLACEMENT,
 }
 NOT_OF_TREE = (
