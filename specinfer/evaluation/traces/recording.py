@@ -35,7 +35,6 @@ from specinfer.evaluation.traces.trace import (
     TOP,
     Drafted,
     Sizes,
-    StoredTexts,
     Trace,
     TraceFolder,
     TraceText,
@@ -83,7 +82,7 @@ def record(
         batch: texts at a time.
         raw: feed strings without the chat template.
         out: folder that every finished text is written to; one of the same settings and machine is continued.  The
-            trace's texts are then read from it when they are asked for.
+            trace's texts are read from it where they are used, so they need not fit into memory.
         progress: called with "texts", how many are done, of how many, and new tokens, once and after each batch.
 
     Raises:
@@ -105,7 +104,7 @@ def record(
         kept.records.begin(settings)
         texts = _fill(kept, rows, seed, batch, write, progress)  # the folder may hold more
         refused = {number: reason for number, reason in kept.refused().items() if number < len(rows)}
-        return Trace(settings, tuple(texts) if out is None else texts, refused)
+        return Trace(settings, texts, refused)
 
 
 def _fill(
@@ -115,7 +114,7 @@ def _fill(
     batch: int,
     write: Callable[[Sequence[tuple[list[int], int]]], list[TraceText]],
     progress: Progress,
-) -> StoredTexts:
+) -> tuple[TraceText, ...]:
     """Record the prompts that the folder does not hold yet; return the texts of all that can be used."""
     good = {number: (row, seed + number) for number, row in enumerate(rows) if isinstance(row, list)}
     done, numbers = _done(kept, rows, good), list(good)
@@ -131,7 +130,7 @@ def _fill(
         tokens += sum(len(text.token_ids) for text in written)
         done.update(each)
         progress("texts", len(done) + refused, len(rows), {"tokens": tokens})
-    return StoredTexts(kept, numbers)
+    return tuple(map(kept.read, numbers))
 
 
 def _read(decoder: SpeculativeDecoder, prompts: Prompt, raw: bool, new: int) -> list[list[int] | InputError]:

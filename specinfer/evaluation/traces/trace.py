@@ -17,10 +17,10 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import count
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import NamedTuple
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -39,7 +39,6 @@ from specinfer.evaluation.traces.transport import WITHOUT
 
 FORMAT = 5
 FIELDS = {"number"}  # of every record
-KEPT = 256  # texts of a folder that stay in memory
 LEASTS = {"nodes": 0, "depth": 1, "top": 1, "draws": 1, "max_new_tokens": 2}
 TOP = 16  # candidates kept per node, also where whole distributions are kept
 
@@ -167,42 +166,17 @@ class TraceText:
 
     @classmethod
     def from_file(cls, path: Path) -> "TraceText":
-        """Read a file of `to_bytes`."""
+        """Map a file of `to_bytes`: what is used of its arrays is in memory, and the system may drop it again."""
         columns: dict[str, dict[str, np.ndarray]] = {}  # by draft; "" are the text's
-        with safe_open(path, "np") as file:
+        with safe_open(path, "pt") as file:  # "np" would read the whole file
             for name in file.keys():  # noqa: SIM118 (no mapping)
                 draft, _, column = name.rpartition(".")
-                columns.setdefault(draft, {})[column] = file.get_tensor(name)
+                columns.setdefault(draft, {})[column] = file.get_tensor(name).numpy()
             seed = int(file.metadata()["seed"])
         text = columns.pop("")
         prompt_ids, token_ids = (text.pop(name).tolist() for name in ("prompt_ids", "token_ids"))
         drafted = tuple(Drafted(**columns[str(i)]) for i in range(len(columns)))
         return cls(prompt_ids=prompt_ids, token_ids=token_ids, seed=seed, drafted=drafted, **text)
-
-
-class StoredTexts(Sequence[TraceText]):
-    """Texts in files, each read when it is asked for; a few of them stay in memory."""
-
-    def __init__(self, folder: "TraceFolder", numbers: Sequence[int]) -> None:
-        self.folder, self.numbers = folder, numbers
-        self.read = lru_cache(KEPT)(folder.read)
-
-    def __reduce__(self) -> tuple[type["StoredTexts"], tuple["TraceFolder", Sequence[int]]]:
-        return StoredTexts, (self.folder, self.numbers)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    @overload
-    def __getitem__(self, index: int) -> TraceText: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> "StoredTexts": ...
-
-    def __getitem__(self, index: int | slice) -> "TraceText | StoredTexts":
-        if isinstance(index, slice):
-            return StoredTexts(self.folder, self.numbers[index])
-        return self.read(self.numbers[index])
 
 
 @dataclass(frozen=True)
@@ -299,11 +273,9 @@ class Trace:
         if decoder is not None:
             check_models(folder, settings, decoder)
         kept = TraceFolder(folder, settings)
-        texts = StoredTexts(kept, kept.finished())
+        texts = tuple(map(kept.read, kept.finished()))
         if not texts:
             raise InputError(f"{folder} holds a trace without any finished text: run the recording again")
-        for _ in texts:  # reads each: none is damaged
-            pass
         return cls(settings, texts, kept.refused())
 
 
