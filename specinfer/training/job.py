@@ -3,7 +3,8 @@
 Knows: settings, figures and checkpoints.  Does not know: how text is made (`text`), how a draft is trained (`train`).
 """
 
-import shutil
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -11,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from specinfer.common.files import lock_settings, read_json, storing, sync, weights_digest, write_json
+from specinfer.common.files import lock_settings, parse_json, read_json, storing, sync, weights_digest
 from specinfer.common.progress import Figures
 from specinfer.common.values import installed
 from specinfer.errors import InputError, one_line
@@ -71,9 +72,9 @@ class TrainingJob:
             settings["earlier"] = [weights_digest(folder) for folder in self.earlier_starts]
         del settings["learning_rate"], settings["checkpoint_every"]  # training may go on with others
         checkpoint = Checkpoint(self.folder)
-        begun = f"{self.folder} and {checkpoint.folder}"
+        begun = f"{self.folder} and {checkpoint.path}"
         advice = f"take the old settings, or remove {begun} to train it anew on the same text"
-        empty = not (checkpoint.exists() or (self.folder / "figures.json").exists())
+        empty = not (checkpoint.path.exists() or (self.folder / "figures.json").exists())
         lock_settings(self.folder / "settings.json", settings, advice, empty)
 
     def used_settings(self) -> dict[str, object]:
@@ -94,22 +95,17 @@ class TrainingJob:
 
 
 class Checkpoint:
-    """The checkpoint beside a draft's folder.  A new one replaces the old one as a whole.
+    """The checkpoint beside a draft's folder: one file, which a new one replaces as a whole.
 
     Args:
         draft: the draft's folder.
     """
 
     def __init__(self, draft: Path) -> None:
-        self.folder = draft.with_name(f"{draft.name}.checkpoint")
-        self.fresh = self.folder.with_suffix(".new")  # only while a checkpoint is replaced
-
-    def exists(self) -> bool:
-        """Whether a training was begun: a kill during the replacement may leave the fresh folder alone."""
-        return self.folder.exists() or self.fresh.exists()
+        self.path = draft.with_name(f"{draft.name}.checkpoint.safetensors")
 
     def save(self, model: nn.Module, optimizers: Sequence[Optimizer], step: int, history: list[Figures]) -> None:
-        """Write a fresh folder, then rename it.
+        """Write a fresh file, then rename it.
 
         Raises:
             SpecinferError, InputError: the disk is full, or the folder cannot be written.
@@ -119,14 +115,13 @@ class Checkpoint:
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{number}.{index}.{name}": value for name, value in state.items()}
         copies = {name: value.detach().clone().contiguous() for name, value in tensors.items()}  # also of tied weights
-        with storing(self.folder):
-            shutil.rmtree(self.fresh, ignore_errors=True)
-            self.fresh.mkdir(parents=True)
-            save_file(copies, self.fresh / "state.safetensors")
-            sync(self.fresh / "state.safetensors")
-            write_json(self.fresh / "state.json", {"step": step, "history": history})  # last: it makes the folder valid
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.fresh.rename(self.folder)
+        fresh = self.path.with_suffix(".new")
+        with storing(self.path):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            save_file(copies, fresh, {"progress": json.dumps({"step": step, "history": history})})
+            sync(fresh)
+            os.replace(fresh, self.path)
+            sync(self.path.parent)
 
     def load(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, list[Figures]]:
         """Return the steps done and the history, (0, []) where nothing was saved.
@@ -134,15 +129,14 @@ class Checkpoint:
         Raises:
             InputError: the checkpoint is damaged.
         """
-        if not self.folder.exists() and (self.fresh / "state.json").exists():
-            self.fresh.rename(self.folder)  # killed after the old checkpoint was removed
-        if not (self.folder / "state.json").exists():
+        if not self.path.exists():
             return 0, []
         weights: dict[str, Tensor] = {}
         states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
         try:
-            record = read_json(self.folder / "state.json")
-            for name, tensor in load_file(self.folder / "state.safetensors").items():
+            with safe_open(self.path, "pt") as file:
+                record = parse_json(file.metadata()["progress"])
+            for name, tensor in load_file(self.path).items():
                 kind, rest = name.split(".", 1)
                 if kind == "model":
                     weights[rest] = tensor
@@ -155,7 +149,7 @@ class Checkpoint:
             return record["step"], record["history"]
         except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError) as error:
             advice = "remove it, and training begins anew"
-            raise InputError(f"{self.folder} is damaged ({one_line(error, 120)}): {advice}") from error
+            raise InputError(f"{self.path} is damaged ({one_line(error, 120)}): {advice}") from error
 
 
 def processes(device: torch.device) -> "PartialState":

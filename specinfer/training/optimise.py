@@ -70,7 +70,7 @@ def optimise(
         if not isfinite(figures["loss"]):
             raise NumericalError(
                 f"the loss is {figures['loss']} in step {step + 1}: the last good checkpoint stays in "
-                f"{checkpoint.folder}; go on from there with a smaller learning rate than {settings.learning_rate:g}"
+                f"{checkpoint.path}; go on from there with a smaller learning rate than {settings.learning_rate:g}"
             )
         losses.append(figures["loss"])
         step += 1

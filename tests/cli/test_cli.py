@@ -554,7 +554,7 @@ def test_a_misspelt_tree_is_told_the_nearest(run):
         ("records.jsonl", True),
         ("set/greedy/records.jsonl", True),
         ("text/00000.safetensors", True),
-        ("1.checkpoint/state.safetensors", True),
+        ("1.checkpoint.safetensors", True),
         ("settings.json", False),
         (".0123456789abcdef.new", False),
     ],

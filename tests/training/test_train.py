@@ -231,7 +231,7 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_last_checkpoint(target, sh
     monkeypatch.setattr(optimise, "boost_weights", poisoned)
     with pytest.raises(NumericalError, match=r"step 7.*smaller learning rate"):
         trained(target, shards, tmp_path / "1")
-    kept = load_file(tmp_path / "1.checkpoint" / "state.safetensors")
+    kept = load_file(tmp_path / "1.checkpoint.safetensors")
     assert all(torch.isfinite(weight).all() for weight in kept.values())
     assert not (tmp_path / "1").exists()
 
@@ -248,7 +248,7 @@ def test_a_full_disk_is_one_error_and_training_goes_on_from_the_last_checkpoint(
         replace_file = os.replace
 
         def full(fresh, path):
-            if Path(path).name == ("state.json" if moment == "checkpoint" else "model.safetensors"):
+            if Path(path).name == ("1.checkpoint.safetensors" if moment == "checkpoint" else "model.safetensors"):
                 full_disk()
             replace_file(fresh, path)
 
@@ -326,7 +326,7 @@ def test_a_head_that_is_trained_on_ends_half_way(target, shards, tmp_path, monke
     trained(target, shards, tmp_path / "1", replace(SETTINGS, layers=2))
     figures = trained(target, shards, tmp_path / "more", replace(SETTINGS, vocabulary=8), start=tmp_path / "1")
     before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("1", "more"))
-    run = load_file(tmp_path / "more.checkpoint" / "state.safetensors")
+    run = load_file(tmp_path / "more.checkpoint.safetensors")
     assert before.keys() == after.keys()
     for name in before.keys() - {"token_ids"}:
         mean = ((before[name] + run[f"model.head.{name}"]) / 2).bfloat16()

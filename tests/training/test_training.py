@@ -16,7 +16,7 @@ import pytest
 import torch
 from conftest import byte_tokenizer, counted, plain, tiny_llama
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import specinfer.loading
@@ -236,12 +236,13 @@ def test_damaged_figures_are_one_line(tmp_path, content):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", '{"step": 1, "history": []}', "[" * 100_000, "null"])
+@pytest.mark.parametrize("content", ["[]", "{}", '{"step": 1, "history": []}', "[" * 100_000, "null", None])
 def test_a_damaged_checkpoint_is_one_line(tmp_path, content):
     checkpoint = Checkpoint(tmp_path / "1")
-    checkpoint.folder.mkdir()
-    (checkpoint.folder / "state.json").write_text(content)
-    (checkpoint.folder / "state.safetensors").write_bytes(b"short")
+    if content is None:
+        checkpoint.path.write_bytes(b"short")
+    else:
+        save_file({"model.other": torch.zeros(1)}, checkpoint.path, {"progress": content})
     with pytest.raises(InputError, match="remove it") as caught:
         checkpoint.load(torch.nn.Linear(2, 2), [])
     assert "\n" not in str(caught.value)
