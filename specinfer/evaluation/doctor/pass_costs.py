@@ -83,31 +83,25 @@ def _figures(decoder: SpeculativeDecoder, policy: Policy, prompt: Sequence[int],
     return [float(timed[:, 0].max()), *(1000 * np.median(timed[:, 1:], axis=0)).tolist()]
 
 
-class _Filler(Draft):
-    """A draft whose trees are as large as the policy allows, and cost nothing."""
+class _Filler(Draft, DraftSession):
+    """A draft, and its own session, whose trees are as large as the policy allows, and cost nothing."""
 
     name = "filler"
 
     def __init__(self, vocab_size: int, aux_layers: Sequence[int]) -> None:
         self.vocab_size, self.aux_layers = vocab_size, tuple(aux_layers)
 
-    def open(self, context: DraftContext) -> "_FillerSession":
-        """Start with the rows' last tokens."""
-        return _FillerSession(self.vocab_size, context)
-
-
-class _FillerSession(DraftSession):
-    """Uniform distributions below each row's last token."""
-
-    def __init__(self, vocab_size: int, context: DraftContext) -> None:
-        self.draft, self.vocab_size = context.draft, vocab_size
+    def open(self, context: DraftContext) -> "_Filler":
+        """Take the draft's number in the trees."""
+        self.number = context.draft
+        return self
 
     def source(self, roots: Sequence[int]) -> DenseSource:
-        """Return a session that knows nothing."""
+        """Return uniform distributions below each row's last token."""
         return DenseSource(
             lambda frontier: torch.zeros(*frontier.tokens.shape, self.vocab_size, dtype=torch.float32, device="cpu"),
             len(roots),
-            draft=self.draft,
+            draft=self.number,
         )
 
     def commit(self, tokens: Committed, states: Sequence[object] = (), scored: Sequence[object] = ()) -> None:
