@@ -189,9 +189,9 @@ class Form:
         """Return the options of a call; raise `InputError` for a file that cannot be read."""
         found: dict[str, object] = {"regex": self.regex, "choices": self.choice or None}
         if self.grammar:
-            found["grammar"] = _read("--grammar", self.grammar)
+            found["grammar"] = read_text("--grammar", self.grammar)
         if self.json_schema:
-            text = _read("--json-schema", self.json_schema)
+            text = read_text("--json-schema", self.json_schema)
             try:
                 schema = parse_json(text)
             except ValueError as error:
@@ -200,8 +200,8 @@ class Form:
         return {name: value for name, value in found.items() if value is not None}
 
 
-def _read(option: str, file: Path) -> str:
-    """Return the text of an option's file."""
+def read_text(option: str, file: Path) -> str:
+    """Return the text of an option's file; raise `InputError` for one that cannot be read."""
     try:
         return checked_path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

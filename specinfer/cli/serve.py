@@ -20,6 +20,7 @@ from specinfer.errors import InputError
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KEY = "SPECINFER_API_KEY"
+LIMITS = "max_rows max_queue cache_megabytes write_timeout request_timeout queue_timeout"
 KEEP_ALIVE = 75  # seconds for which an idle connection stays: longer than clients keep one, which may ask meanwhile
 
 
@@ -39,10 +40,7 @@ class Access:
         """Return the keys; raise `InputError` for a host that strangers reach, where there are none."""
         found = [os.environ.get(KEY, "")]
         if self.api_key_file:
-            try:
-                found += self.api_key_file.read_text(encoding="utf-8").splitlines()
-            except (OSError, UnicodeDecodeError) as error:
-                raise InputError(f"--api-key-file {self.api_key_file} cannot be read ({error})") from error
+            found += options.read_text("--api-key-file", self.api_key_file).splitlines()
         keys = [key.strip() for key in found if key.strip()]
         if self.api_key_file and not keys:
             raise InputError(f"--api-key-file {self.api_key_file} holds no key: write one on each line")
@@ -111,14 +109,7 @@ def serve(
         served_name,
         context=capacity.context,
         max_tokens=capacity.max_tokens,
-        limits=Limits(
-            capacity.max_rows,
-            capacity.max_queue,
-            capacity.cache_megabytes,
-            write_timeout=capacity.write_timeout,
-            request_timeout=capacity.request_timeout,
-            queue_timeout=capacity.queue_timeout,
-        ),
+        limits=Limits(**options.chosen(vars(capacity), LIMITS)),
         keys=keys,
         hosts=access.hosts(),
         origins=access.allow_origin or (),
