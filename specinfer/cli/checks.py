@@ -35,6 +35,7 @@ ERRORS = (
     "spread; of all nodes the largest. limit: up to there rounding explains it; a package beyond it is not kept. Heads "
     "may be rounded to fewer bits: they only propose, so this costs accepted tokens at most, and no text changes."
 )
+PACKAGE = ("model", "is", "layers", "error", "limit", "MB")  # columns of the table of packages
 UNKNOWN = " ?: made by a version that did not keep it."
 
 
@@ -138,16 +139,10 @@ def compile_passes(
     if as_json or not found:
         show(found or [{"package": f"none in {packages_folder()}"}], as_json)
     else:
-        rows = list(map(_package_row, found))
-        show(rows, as_json)
+        rows = [{name: "?" if row[name] is None else row[name] for name in PACKAGE} for row in found]
+        show(rows)
         unknown = any("?" in row.values() for row in rows)
         print(*folded([ERRORS + UNKNOWN * unknown]), sep="\n", file=sys.stderr)
-
-
-def _package_row(package: dict[str, object]) -> dict[str, object]:
-    """Return a package's line of the table."""
-    names = ("model", "is", "layers", "error", "limit", "MB")
-    return {name: "?" if package[name] is None else package[name] for name in names}
 
 
 def certify(as_json: options.Json = False) -> None:

@@ -79,17 +79,18 @@ class Output:
 
     def write(self, result: "Result") -> None:
         """Write and print a result."""
-        if self.save:
-            result.save(self.save)
-        if self.html:
-            result.to_html(self.html)
-        if self.svg:
-            result.to_svg(self.svg)
+        for path, write in ((self.save, result.save), (self.html, result.to_html), (self.svg, result.to_svg)):
+            if path:
+                write(path)
         if self.as_json:
             steps = {"steps": [step.to_dict() for step in result.steps]} if self.steps else {}
             print_json(result.to_dict() | steps)
-        else:
-            summarise(result, self.show_tree)
+            return
+        print("\n", end="", flush=True)
+        print(file=sys.stderr)
+        print_stats(result, sys.stderr)
+        if self.show_tree:
+            print(f"\n{drawn(result, step_index(BEST, result))}")
 
 
 def generate(
@@ -193,17 +194,6 @@ def streamed(stream: "TextStream", quiet: bool) -> "Result":
     if not quiet:
         print(stream.result.text[printed:], end="")
     return stream.result
-
-
-def summarise(result: "Result", show_tree: bool) -> None:
-    """Print the figures of a result, and the tree that gained most."""
-    print("\n", end="", flush=True)
-    print(file=sys.stderr)
-    print_stats(result, sys.stderr)
-    if show_tree:
-        from specinfer.results import best_step
-
-        print(f"\n{drawn(result, best_step(result.steps))}")
 
 
 def print_stats(result: "Result", file: TextIO) -> None:
