@@ -9,6 +9,8 @@ from importlib.resources import files
 from io import BytesIO
 from pathlib import Path
 
+from jinja2 import StrictUndefined, Template
+
 from specinfer.common.files import write_whole
 from specinfer.common.progress import Figures
 from specinfer.training.job import TrainingJob
@@ -16,7 +18,6 @@ from specinfer.training.recorded_text import TextSettings, TrainingPrompt
 
 LOSS_ROWS = 12  # of the card's table of losses
 PLOT = "loss.png"
-NO_PLOT = "No plot: matplotlib was not installed."
 ARCHITECTURES = {
     "head": "an EAGLE-style head: decoder layers on the target's hidden states that borrow its embedding and output",
     "lm": "a plain small causal language model in Hugging Face format",
@@ -25,10 +26,6 @@ LOSSES = {
     "kl": "the target's distribution (forward Kullback-Leibler divergence)",
     "token": "the target's chosen tokens",
 }
-COVERAGE = (
-    "\nIts vocabulary covers {:.1%} of the tokens that it was trained on. When sampling, its log-probabilities are "
-    "multiplied by {:g} before the target's noise is added.\n"
-)
 
 
 def describe_data(
@@ -62,28 +59,17 @@ def write_card(job: TrainingJob, data: str, figures: Figures) -> None:
     Raises:
         SpecinferError, InputError: the disk is full, or the folder cannot be written.
     """
-    history, hits = figures["history"], figures["hits"]
-    plotted = write_plot(job.folder / PLOT, history)
-    listed = history[::-1][:: -(-len(history) // LOSS_ROWS)][::-1]  # evenly spaced, the last step among them
-    text = (
-        files(__package__)
-        .joinpath("card.md")
-        .read_text(encoding="utf-8")
-        .format(
-            name=job.folder.name,
-            target=job.target,
-            kind=ARCHITECTURES[job.arch],
-            data=data,
-            training=_training(job, figures["steps"]),
-            settings="\n".join(f"| {name} | {value} |" for name, value in job.used_settings().items()),
-            losses="\n".join(f"| {row['step']} | {row['loss']:.4f} | {row['held_out'][0][0]:.3f} |" for row in listed),
-            plot=f"![Loss and held-out hit rates]({PLOT})" if plotted else NO_PLOT,
-            held_out=job.settings.held_out,
-            ranks=" | ".join(f"top-{k}" for k in range(1, len(hits[0]) + 1)),
-            rules="|".join(["---"] * len(hits[0])),
-            hits="\n".join(f"| {i} | {' | '.join(f'{rate:.3f}' for rate in row)} |" for i, row in enumerate(hits, 1)),
-            coverage=COVERAGE.format(figures["coverage"], figures["inverse_temperature"]) if job.arch == "head" else "",
-        )
+    history = figures["history"]
+    source = files(__package__).joinpath("card.md").read_text(encoding="utf-8")
+    template = Template(source, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined)
+    text = template.render(
+        job=job,
+        kind=ARCHITECTURES[job.arch],
+        data=data,
+        training=_training(job, figures["steps"]),
+        losses=history[::-1][:: -(-len(history) // LOSS_ROWS)][::-1],  # evenly spaced, the last step among them
+        plot=PLOT if write_plot(job.folder / PLOT, history) else None,
+        figures=figures,
     )
     write_whole(job.folder / "README.md", text)
 
