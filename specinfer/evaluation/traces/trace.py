@@ -270,8 +270,12 @@ class Trace:
                 f"{folder} holds a trace of format {json.dumps(settings['format']):.40}, and this version reads format "
                 f"{FORMAT}: record it again, or use the version that wrote it"
             )
-        if decoder is not None:
-            check_models(folder, settings, decoder)
+        for what, value in ({} if decoder is None else models_of(decoder)).items():
+            if settings.get(what) != value:
+                raise InputError(
+                    f"{folder} is a trace of other models: its {what} is {json.dumps(settings.get(what))[:200]}, the "
+                    f"decoder's {json.dumps(value)[:200]}"
+                )
         kept = TraceFolder(folder, settings)
         texts = tuple(map(kept.read, kept.finished()))
         if not texts:
@@ -348,24 +352,6 @@ class TraceFolder:
 
     def _digest(self, data: bytes) -> str:
         return hashlib.sha256(self.settings + data).hexdigest()
-
-
-# ---- which models a trace is of ----
-
-
-def check_models(folder: Path, settings: Mapping[str, object], decoder: SpeculativeDecoder) -> None:
-    """Refuse a trace of other models.
-
-    Raises:
-        InputError: names the model that differs.
-    """
-    found = models_of(decoder)
-    for what, value in found.items():
-        if settings.get(what) != value:
-            raise InputError(
-                f"{folder} is a trace of other models: its {what} is {json.dumps(settings.get(what))[:200]}, the "
-                f"decoder's {json.dumps(value)[:200]}"
-            )
 
 
 def trace_settings(decoder: SpeculativeDecoder, sizes: Mapping[str, object], temperature: float) -> Record:
