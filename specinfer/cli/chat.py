@@ -90,10 +90,10 @@ class Chat:
         self.beginning = [{"role": "system", "content": system}] if system else []
         names = enumerate(draft.name for draft in decoder.drafts) if in_colours(sys.stdout) else ()
         self.looks = {name: (SHAPES[number % len(SHAPES)], TERMINAL[by_draft(number)]) for number, name in names}
-        self.begin()
+        self.new()
 
-    def begin(self) -> None:
-        """Forget everything that was said."""
+    def new(self, _: str = "") -> None:
+        """Begin a new conversation: forget everything that was said."""
         from specinfer.engine.store import PrefixStore
 
         self.messages = [*self.beginning]
@@ -164,10 +164,6 @@ class Chat:
             except ValueError:
                 raise InputError(f"/seed {number} is not a seed: give a whole number") from None
         print(f"seed {self.sampling.seed}{'' if self.sampling.temperature else ', of no effect at temperature 0'}")
-
-    def new(self, _: str = "") -> None:
-        """Begin a new conversation."""
-        self.begin()
 
     def help(self, _: str = "") -> None:
         """List the commands."""
