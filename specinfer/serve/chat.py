@@ -16,7 +16,7 @@ from specinfer.engine.options import Options
 from specinfer.engine.requests import Request
 from specinfer.serve.answer import Answer, Served
 from specinfer.serve.choice import Choice, Likely, News, token_bytes
-from specinfer.serve.protocol import ApiError, ChatBody, Chosen, Message
+from specinfer.serve.protocol import ApiError, ChatBody, Message, Tool
 from specinfer.serve.tools import REASONING, Delta, Deltas, Forced, response_template
 
 
@@ -51,7 +51,7 @@ class Chat(Answer[ChatBody]):
     @property
     def several(self) -> bool:
         """Whether an answer may hold more calls of tools than one."""
-        return self.body.parallel_tool_calls is not False and not isinstance(self.body.tool_choice, Chosen)
+        return self.body.parallel_tool_calls is not False and not isinstance(self.body.tool_choice, Tool)
 
     @cached_property
     def chat(self) -> ChatOptions:
@@ -106,7 +106,7 @@ class Chat(Answer[ChatBody]):
     def ending(self, index: int) -> dict[str, object]:
         """Return the fields of a choice that has ended: calls that the target chose are a reason of their own."""
         found = super().ending(index)
-        chose = self.deltas[index].calls and not isinstance(self.body.tool_choice, Chosen)
+        chose = self.deltas[index].calls and not isinstance(self.body.tool_choice, Tool)
         return found | {"finish_reason": "tool_calls"} if chose and found["finish_reason"] == "stop" else found
 
     def whole_choice(self, index: int, news: News) -> dict[str, object]:

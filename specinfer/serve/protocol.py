@@ -40,6 +40,7 @@ SAME = {  # options of the engine that clients know by another name
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
 }
+SHARED = ("model", "temperature", "top_p", "stream", "seed", "cache_salt")  # by responses and chats
 # Fields that would change the text if they were ignored: names, values that mean nothing, and what to do.
 REFUSED: list[tuple[str, tuple[object, ...], str]] = [
     ("best_of", (1,), "ask for n texts"),
@@ -223,23 +224,10 @@ class Declared(Struct):
 
 
 class Tool(Struct):
-    """A tool as grammars read it."""
+    """A tool as grammars read it; as a choice, the one that is to be called."""
 
     type: Literal["function"]
     function: Declared
-
-
-class Named(Struct):
-    """The name of a function."""
-
-    name: str
-
-
-class Chosen(Struct):
-    """A function that is to be called."""
-
-    type: Literal["function"]
-    function: Named
 
 
 class TextPart(Struct):
@@ -282,7 +270,7 @@ class ChatBody(Body, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Tops | None = None
     tools: Annotated[list[dict[str, object]], Meta(max_length=128)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | Chosen | None = None
+    tool_choice: Literal["auto", "none", "required"] | Tool | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
     add_generation_prompt: bool | None = None
@@ -312,7 +300,7 @@ class ChatBody(Body, kw_only=True):
             tools = convert(self.tools or [], list[Tool])
         except MsgspecError as error:
             raise ApiError(400, f"tools: {error}", "tools") from None
-        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, Chosen) else None
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
         found = [tool for tool in tools if wanted in (None, tool.function.name)]
         if not found:
             raise ApiError(400, "tool_choice: there is no tool to be called: give its schema in tools", "tool_choice")
@@ -396,14 +384,9 @@ class ResponseBody(Struct, kw_only=True):
             form = {"type": "json_schema", "json_schema": form}
         return ChatBody(
             messages=[*begun, *(Message(each.role, each.content) for each in told)],
-            model=self.model,
             max_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            stream=self.stream,
-            seed=self.seed,
-            cache_salt=self.cache_salt,
             response_format=form,
+            **{name: getattr(self, name) for name in SHARED},
         )
 
 
