@@ -4,8 +4,7 @@ Knows: the protocol's objects, the decoder.  Does not know: HTTP, when steps are
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from hashlib import sha256
 from math import isinf
@@ -21,6 +20,7 @@ from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.engine.options import Options
 from specinfer.engine.requests import Request
+from specinfer.results import Step
 from specinfer.serve.choice import AfterPrompt, Choice, News
 from specinfer.serve.protocol import ApiError, Body
 
@@ -29,33 +29,22 @@ SEED_BITS = 53  # of a seed that is drawn: JavaScript reads it as it is
 CONTEXT = 32_768  # tokens of prompt and text, for a target without a limit
 
 
-@dataclass(frozen=True)
 class Served:
     """The model that a server answers with.
 
-    Attributes:
+    Args:
         decoder: with a tokenizer.
-        name: of the model, for clients.
-        context: tokens of a prompt and its text at most.
+        name: of the model, for clients; by default the target's.
+        context: tokens of a prompt and its text at most; by default the target's context.
         max_tokens: of a text whose request names no number; None is the rest of the context.
     """
 
-    decoder: SpeculativeDecoder
-    name: str
-    context: int
-    max_tokens: int | None = None
-
-    @classmethod
-    def of(
-        cls,
-        decoder: SpeculativeDecoder,
-        name: str | None = None,
-        context: int | None = None,
-        max_tokens: int | None = None,
-    ) -> "Served":
-        """Return the model under a name and limits; the decoder's where none are given."""
+    def __init__(
+        self, decoder: SpeculativeDecoder, name: str | None, context: int | None, max_tokens: int | None
+    ) -> None:
         usual = CONTEXT if isinf(decoder.context) else decoder.context
-        return cls(decoder, name or decoder.target.checkpoint, int(min(context or usual, decoder.context)), max_tokens)
+        self.decoder, self.name, self.max_tokens = decoder, name or decoder.target.checkpoint, max_tokens
+        self.context = int(min(context or usual, decoder.context))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -166,10 +155,6 @@ class Answer(Generic[B]):
         """Return the chunk of an error."""
         return error.body
 
-    def first_chunks(self) -> Iterator[dict[str, object]]:
-        """Yield the chunks before the first step."""
-        yield from ()
-
     def chunks(self) -> Iterator[dict[str, object]]:
         """Yield the chunks of the new text of all choices."""
         for index, choice in enumerate(self.choices):
@@ -215,13 +200,13 @@ class Answer(Generic[B]):
         """Return how many tokens were read and written, and how speculation did."""
         read, written = sum(map(len, self.prompts)), sum(len(choice.ids) for choice in self.choices)
         cached = sum(choice.request.cached_tokens for choice in self.choices[:: self.body.n or 1])
-        did = sum((choice.speculation for choice in self.choices), Counter[str]())
+        steps = [step for choice in self.choices for step in choice.request.steps]
         return {
             "prompt_tokens": read,
             "completion_tokens": written,
             "total_tokens": read + written,
             "prompt_tokens_details": {"cached_tokens": cached},
-            "completion_tokens_details": {"speculation": _speculation(did, written)},
+            "completion_tokens_details": {"speculation": _speculation(steps, written)},
         }
 
     def _object(self, kind: str) -> dict[str, object]:
@@ -229,13 +214,12 @@ class Answer(Generic[B]):
         return head | {"system_fingerprint": self.served.fingerprint}
 
 
-def _speculation(did: Counter[str], written: int) -> dict[str, object]:
-    """Return the effect of speculation, from the counts of choices."""
-    passes, by_draft = did["target_passes"], {name[1:]: count for name, count in did.items() if name[0] == ":"}
+def _speculation(steps: Sequence[Step], written: int) -> dict[str, object]:
+    """Return the effect of speculation in steps that wrote some tokens."""
     return {
-        "target_passes": passes,
-        "tokens_per_pass": round(written / passes, 3) if passes else 0.0,
-        "drafted_tokens": did["drafted_tokens"],
-        "accepted_tokens": did["accepted_tokens"],
-        "accepted_by_draft": by_draft,
+        "target_passes": len(steps),
+        "tokens_per_pass": round(written / len(steps), 3) if steps else 0.0,
+        "drafted_tokens": sum(step.tree.num_drafted for step in steps),
+        "accepted_tokens": sum(min(len(step.path), len(step.tokens)) for step in steps),
+        "accepted_by_draft": Counter(name for step in steps for names in step.drafted_by for name in names),
     }

@@ -5,13 +5,13 @@ Knows: HTTP, streams of events, clients that go away.  Does not know: prompts, t
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from math import inf
-from time import perf_counter, time
+from time import time
 from typing import TypeAlias, TypeVar
 
 from msgspec import Struct
@@ -32,7 +32,7 @@ from specinfer.errors import InputError, SamplingError
 from specinfer.serve.answer import Served
 from specinfer.serve.chat import Chat
 from specinfer.serve.completions import Completion
-from specinfer.serve.engine import Engine, Generation, Patience, within
+from specinfer.serve.engine import Engine, Generation, within
 from specinfer.serve.guard import Guard
 from specinfer.serve.protocol import ApiError, ChatBody, CompletionBody, ResponseBody, failed, overdue, parsed, refused
 from specinfer.serve.responses import Reply
@@ -42,6 +42,7 @@ B = TypeVar("B", bound=Struct)
 Answers: TypeAlias = Chat | Completion  # Reply is a Chat
 EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"
+WAIT = 1.0  # seconds without a step after which somebody looks whether the client of a whole answer is still there
 
 
 @dataclass(frozen=True)
@@ -165,32 +166,31 @@ class Server:
     async def _answered(self, request: Request, answer: Answers) -> Response:
         """Return an answer, whole or as a stream; whatever can be wrong with a request is told before it begins."""
         self._check_model(answer.body.model)
-        patience = Patience(perf_counter(), self.limits.request_timeout, self.limits.queue_timeout)
+        generation = Generation(self.engine, self.limits.request_timeout, self.limits.queue_timeout)
         with self.engine.reserved(answer.texts):
-            generation = await self._begun(answer, patience)
+            await self._begin(answer, generation)
         if answer.body.stream:
             return Events(self._events(answer, generation), generation, self.limits.write_timeout)
         try:
-            return await _unless_gone(request, self._whole(answer, generation))
+            while not generation.done:
+                await generation.news(WAIT)
+                if await request.is_disconnected():
+                    return Response(status_code=499)  # nobody reads it
+            return Json(answer.whole())
         finally:
             generation.close()
 
-    async def _begun(self, answer: Answers, patience: Patience) -> Generation:
+    async def _begin(self, answer: Answers, generation: Generation) -> None:
         """Prepare an answer's requests, and give them to the engine."""
         try:
-            async with within(patience.whole):
+            async with within(generation.whole):
                 requests = await asyncio.get_running_loop().run_in_executor(self.reader, answer.prepare)
                 answer.scores = [await self.engine.call(score) for score in answer.scoring()]
         except TimeoutError:
-            raise overdue(patience.whole) from None
+            raise overdue(generation.whole) from None
         except (InputError, SamplingError) as error:
             raise refused(error) from error
-        return self.engine.submit(requests, patience)
-
-    async def _whole(self, answer: Answers, generation: Generation) -> Response:
-        while not generation.done:
-            await generation.news()
-        return Json(answer.whole())
+        self.engine.submit(requests, generation)
 
     async def _events(self, answer: Answers, generation: Generation) -> AsyncIterator[bytes]:
         """Yield the lines of a stream."""
@@ -267,12 +267,12 @@ def application(
     """
     if decoder.tokenizer is None:
         raise InputError("a server reads and writes text: construct the decoder with a tokenizer")
-    server = Server(Served.of(decoder, name, context, max_tokens), limits)
+    server = Server(Served(decoder, name, context, max_tokens), limits)
     cors = Middleware(CORSMiddleware, allow_origins=[*origins], allow_methods=["*"], allow_headers=["*"])
     return Starlette(
         routes=server.routes,
         middleware=[*([cors] if origins else []), Middleware(Guard, keys, hosts)],
-        exception_handlers={ApiError: _told, HTTPException: _told_status, Exception: _told_failure},
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, Exception), _told),
         lifespan=server.life,
     )
 
@@ -282,34 +282,10 @@ def _client(request: Request) -> str:
     return sha256(request.headers.get("authorization", "").encode()).hexdigest()
 
 
-async def _unless_gone(request: Request, answering: Coroutine[object, None, Response]) -> Response:
-    """Return an answer, unless the client goes away before."""
-    answer = asyncio.ensure_future(answering)
-    gone = asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return await answer if answer.done() else Response(status_code=499)  # nobody reads it
-    finally:
-        answer.cancel()
-        gone.cancel()
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _told(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return Json(error.body, error.status, error.headers)
-
-
-async def _told_status(request: Request, error: Exception) -> Response:
-    """Tell of a route that is not there, or a method that it does not take."""
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return Json(ApiError(error.status_code, message).body, error.status_code, error.headers)
-
-
-async def _told_failure(request: Request, error: Exception) -> Response:
-    return Json(failed().body, 500)
+    """Tell of an error; others than ours are of a route that is not there or does not take the method, or failures."""
+    if isinstance(error, HTTPException):
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        error = ApiError(error.status_code, message, headers=error.headers)
+    told = error if isinstance(error, ApiError) else failed()
+    return Json(told.body, told.status, told.headers)

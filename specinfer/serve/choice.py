@@ -3,7 +3,6 @@
 Knows: tokens, texts, stop strings.  Does not know: HTTP, the protocol, when steps are taken.
 """
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -129,16 +128,6 @@ class Choice:
     def seed(self) -> int | None:
         """The seed that repeats a sampled text."""
         return self.request.row.seed if self.request.row.sampling else None
-
-    @property
-    def speculation(self) -> Counter[str]:
-        """Counts of speculation; those of accepted tokens by draft have the drafts' names after a colon."""
-        counts = Counter[str]()
-        for step in self.request.steps:
-            accepted = min(len(step.path), len(step.tokens))
-            counts.update(target_passes=1, drafted_tokens=step.tree.num_drafted, accepted_tokens=accepted)
-            counts.update(f":{name}" for names in step.drafted_by for name in names)
-        return counts
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> list[int]:

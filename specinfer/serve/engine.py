@@ -8,16 +8,16 @@ Knows: threads, the event loop, how many texts may wait.  Does not know: HTTP, p
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isinf
-from threading import Condition, Thread
+from queue import SimpleQueue
+from threading import Thread
 from time import perf_counter
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from specinfer.engine.requests import Request
 from specinfer.engine.scheduler import Scheduler, Steps
@@ -31,34 +31,22 @@ T = TypeVar("T")
 ENDS = ("eos", "stop", "length")  # of texts; other requests were aborted or failed
 
 
-class Patience(NamedTuple):
-    """How long an answer may take, in seconds after a time of `perf_counter`.
-
-    Attributes:
-        began: that time.
-        whole: for all of it.
-        queued: until one of its texts is begun.
-    """
-
-    began: float
-    whole: float = inf
-    queued: float = inf
-
-
 class Generation:
     """The requests of one answer: wait for news of them, and close it when nobody waits any more.
 
     Args:
         engine: that decodes them.
-        requests: that it was given.
-        patience: how long they may take.
+        whole: seconds from now that all of it may take.
+        queued: seconds from now until one of its texts is to be begun.
+
+    Attributes:
+        requests: once the engine has them.
     """
 
-    def __init__(self, engine: "Engine", requests: Sequence[Request], patience: Patience) -> None:
-        self.engine, self.requests, self.patience = engine, requests, patience
+    def __init__(self, engine: "Engine", whole: float = inf, queued: float = inf) -> None:
+        self.engine, self.whole, self.queued, self.began = engine, whole, queued, perf_counter()
+        self.requests: Sequence[Request] = ()
         self.changed = asyncio.Event()
-        if self.done:
-            self.changed.set()
 
     @property
     def done(self) -> bool:
@@ -83,14 +71,14 @@ class Generation:
 
     def _left(self) -> float:
         """Return for how many more seconds it may take; raise `ApiError` if there are none."""
-        taken = perf_counter() - self.patience.began
-        if taken >= self.patience.whole:
-            raise overdue(self.patience.whole)
+        taken = perf_counter() - self.began
+        if taken >= self.whole:
+            raise overdue(self.whole)
         waits = not any(request.batch or request.done for request in self.requests)
-        if waits and taken >= self.patience.queued:
+        if waits and taken >= self.queued:
             self.engine.metrics.rejections.labels("queue_timeout").inc()
-            raise overloaded(f"no text was begun within {self.patience.queued:g} s: try again later")
-        return min(self.patience.whole, self.patience.queued if waits else inf) - taken
+            raise overloaded(f"no text was begun within {self.queued:g} s: try again later")
+        return min(self.whole, self.queued if waits else inf) - taken
 
     def close(self) -> None:
         """Take back requests that are not done: they leave with the next step."""
@@ -123,10 +111,9 @@ class Engine:
         self.scheduler, self.capacity = scheduler, (scheduler.max_rows or 0) + max_queue
         self.metrics = Metrics(lambda: len(self.scheduler.active), self._count_waiting)
         self.alive = False
-        self._open: dict[Request, Clock] = {}
+        self._open: dict[Request, Clock] = {}  # of both threads: each use of it is one call
         self._reserved = 0
-        self._calls = deque[tuple[Callable[[], object], Future[object]]]()
-        self._news = Condition()  # guards the attributes below, and tells the thread of changes
+        self._jobs = SimpleQueue[Callable[[], object]]()  # what the thread does before its next step
         self._closing = False
 
     def start(self) -> None:
@@ -156,28 +143,27 @@ class Engine:
         finally:
             self._reserved -= texts
 
-    def submit(self, requests: Sequence[Request], patience: Patience) -> Generation:
-        """Take requests that are not done; return the generation to wait for.
+    def submit(self, requests: Sequence[Request], generation: Generation) -> None:
+        """Take the requests of a generation, as far as they are not done.
 
         Raises:
             ApiError: the thread has ended.
         """
-        generation = Generation(self, requests, patience)
-        with self._told():
-            for request in requests:
-                if request.done:
-                    continue
+        generation.requests = requests
+        if generation.done:
+            generation.changed.set()
+        for request in requests:
+            if not request.done:
                 self._open[request] = Clock(generation)
                 self.scheduler.add(request)
-        return generation
+        self._put(_nothing)  # wakes the thread
 
     def abort(self, requests: Sequence[Request]) -> None:
         """Take requests back: they leave with the next step."""
         for request in requests:
             self.scheduler.abort(request)
-            with self._news:
-                if self._open.pop(request, None):
-                    self.metrics.successes.labels("abort").inc()
+            if self._open.pop(request, None):
+                self.metrics.successes.labels("abort").inc()
 
     async def call(self, function: Callable[[], T]) -> T:
         """Call a function in the thread, between two steps: nothing else may run the models.
@@ -186,25 +172,24 @@ class Engine:
             ApiError: the thread has ended.
         """
         future: Future[T] = Future()
-        with self._told():
-            self._calls.append((function, future))  # type: ignore[arg-type]
+        self._put(lambda: self._answer(function, future))
         return await asyncio.wrap_future(future)
 
     def close(self) -> None:
         """End the thread after the step under way, and all requests as they are."""
-        with self._news:
-            self._closing = True
-            self._news.notify()
+        self._closing = True
+        self._jobs.put(_nothing)
         self._thread.join()
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Tell the thread of something new, unless it has ended."""
-        with self._news:
-            if not self.alive:
-                raise closed()
-            yield
-            self._news.notify()
+    def _put(self, job: Callable[[], object]) -> None:
+        """Give the thread a job; it does those that it was given before it ended.
+
+        Raises:
+            ApiError: the thread has ended.
+        """
+        self._jobs.put(job)
+        if not self.alive:
+            raise closed()
 
     def _count_waiting(self) -> float:
         return max(0, len(self._open) - len(self.scheduler.active))
@@ -213,27 +198,24 @@ class Engine:
 
     def _run(self) -> None:
         try:
-            while self._is_wanted():
-                while self._calls:
-                    self._answer(*self._calls.popleft())
-                self._tell(self._stepped())
+            while not self._closing:
+                if self.scheduler.idle or not self._jobs.empty():
+                    self._jobs.get()()
+                else:
+                    self._tell(self._stepped())
         finally:
-            with self._news:
-                self.alive = False
-            for _, future in self._calls:
-                self._answer(_refuse, future)
+            self.alive = False
+            while not self._jobs.empty():
+                self._jobs.get()()
             self.scheduler.close()
             self._tell([])
 
-    def _is_wanted(self) -> bool:
-        """Wait until there is something to do; return False when the server closes."""
-        with self._news:
-            self._news.wait_for(lambda: self._closing or self._calls or not self.scheduler.idle)
-            return not self._closing
-
-    def _answer(self, function: Callable[[], object], future: "Future[object]") -> None:
+    def _answer(self, function: Callable[[], T], future: "Future[T]") -> None:
+        """Call a function for somebody who waits for it, unless the thread ends."""
         if future.set_running_or_notify_cancel():
             try:
+                if not self.alive:
+                    raise closed()
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
@@ -248,19 +230,18 @@ class Engine:
 
     def _tell(self, emitted: Steps) -> None:
         """Count a step, and tell those who wait for it."""
-        now = perf_counter()
-        with self._news:
-            clocks = {request: self._open[request] for request, _ in emitted if request in self._open}
-            ended = {request: self._open.pop(request) for request in [*self._open] if request.done}
+        now, changed = perf_counter(), set[Generation]()
         for request, step in emitted:
-            if request in clocks:
-                self._count(request, step, clocks[request], now)
-        for request, clock in ended.items():
-            if request.error:
-                log.error("a text ended with an error: %s", one_line(request.error))
-            self.metrics.successes.labels(request.finish_reason if request.finish_reason in ENDS else "error").inc()
-            self.metrics.whole.observe(now - clock.began)
-        changed = {clock.generation for clock in (*clocks.values(), *ended.values())}
+            if clock := self._open.get(request):
+                self._count(request, step, clock, now)
+                changed.add(clock.generation)
+        for request in [*self._open]:
+            if request.done and (clock := self._open.pop(request, None)):  # unless it is taken back meanwhile
+                if request.error:
+                    log.error("a text ended with an error: %s", one_line(request.error))
+                self.metrics.successes.labels(request.finish_reason if request.finish_reason in ENDS else "error").inc()
+                self.metrics.whole.observe(now - clock.began)
+                changed.add(clock.generation)
         if changed:
             self._loop.call_soon_threadsafe(partial(_wake, changed))
 
@@ -290,8 +271,8 @@ def closed() -> ApiError:
     return overloaded("the server is shutting down, or its engine failed")
 
 
-def _refuse() -> None:
-    raise closed()
+def _nothing() -> None:
+    pass
 
 
 def _wake(generations: set[Generation]) -> None:

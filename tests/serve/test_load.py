@@ -22,7 +22,7 @@ from serving import TEMPLATE, Gate, Live, eventually, live, made_decoder
 
 from specinfer import BestFirst, SpeculativeDecoder
 from specinfer.serve.application import Limits
-from specinfer.serve.engine import Engine, Patience
+from specinfer.serve.engine import Engine, Generation
 from specinfer.serve.protocol import ApiError
 
 PROMPTS = ["ab", "Hello there", "1 2 3 1 2 3", "The quick brown fox", "z"]
@@ -168,7 +168,7 @@ def test_what_waits_for_the_thread_is_told_that_it_ends() -> None:
     async def end(gate: Gate) -> None:
         engine = Engine(decoder.scheduler(2), 2)
         engine.start()
-        engine.submit([decoder.prepare("Hello", raw=True, max_new_tokens=8)], Patience(0))
+        engine.submit([decoder.prepare("Hello", raw=True, max_new_tokens=8)], Generation(engine))
         await asyncio.to_thread(gate.reached.wait, 600)
         call = asyncio.create_task(engine.call(list))
         await asyncio.sleep(0)
