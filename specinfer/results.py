@@ -7,7 +7,7 @@ All counts are derived from the steps, so the parts of a result agree with each 
 
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from itertools import accumulate, takewhile
 from math import exp
@@ -16,14 +16,14 @@ from statistics import median
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from msgspec import MsgspecError, convert
+from msgspec import MsgspecError, convert, to_builtins
 from torch import Tensor
 
 from specinfer.common.display import Displayed, draw
 from specinfer.common.files import checked_path, parse_json, write_json
 from specinfer.common.known_tokens import KnownTokens
 from specinfer.common.token_text import Tokenizer
-from specinfer.common.values import installed
+from specinfer.common.values import installed, mapped
 from specinfer.errors import InputError, SpecinferError
 from specinfer.tree import Kind, TokenTree
 
@@ -60,7 +60,7 @@ class Seconds:
 
     def to_dict(self) -> dict[str, float]:
         """Return a JSON-ready dict, bookkeeping included."""
-        return _attributes(self, "total", "prefill", "target", "draft", "learning", "bookkeeping")
+        return {**vars(self), "bookkeeping": self.bookkeeping}
 
 
 class State(StrEnum):
@@ -112,15 +112,7 @@ class Step(Displayed):
 
     def to_dict(self) -> dict[str, object]:
         """Return a JSON-ready dict."""
-        return {
-            "tree": self.tree.to_dict(),
-            "path": list(self.path),
-            "tokens": list(self.tokens),
-            "drafted_by": [list(names) for names in self.drafted_by],
-            "seconds": self.seconds.to_dict(),
-            "logprobs": None if self.logprobs is None else list(self.logprobs),
-            "top_logprobs": self.top_logprobs,
-        }
+        return {**_fields(self), "seconds": self.seconds.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> "Step":
@@ -216,16 +208,8 @@ class Stats:
 
     def to_dict(self) -> dict[str, object]:
         """Return a JSON-ready dict."""
-        rates = "tokens_per_target_pass", "tokens_per_second"
-        return {
-            **_attributes(self, "new_tokens", "target_passes", "draft_passes", *rates),
-            "acceptance_by_depth": list(self.acceptance_by_depth),
-            "seconds": self.seconds.to_dict(),
-            "notes": list(self.notes),
-            "tree_sizes": asdict(self.tree_sizes),
-            "drafts": [asdict(draft) for draft in self.drafts],
-            "cached_tokens": self.cached_tokens,
-        }
+        rates = {name: getattr(self, name) for name in ("tokens_per_target_pass", "tokens_per_second")}
+        return {**_fields(self), **rates, "seconds": self.seconds.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, object]) -> "Stats":
@@ -323,8 +307,8 @@ class Result(Displayed):
 
     def to_dict(self) -> dict[str, object]:
         """Return a JSON-ready dict of text, ids and stats (steps have their own `Step.to_dict`)."""
-        named = _attributes(self, "text", "token_ids", "logprobs", "top_logprobs", "finish_reason", "seed")
-        return {**named, "stats": self.stats.to_dict()}
+        names = "text", "token_ids", "logprobs", "top_logprobs", "finish_reason", "seed"
+        return {**{name: getattr(self, name) for name in names}, "stats": self.stats.to_dict()}
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the result to a JSON file, steps and the texts of their tokens included: see `load`.
@@ -434,8 +418,10 @@ def _restored(data: object, kind: type[Kept]) -> Kept:
     return convert(data, kind, dec_hook=lambda _, tree: TokenTree.from_dict(tree))
 
 
-def _attributes(value: object, *names: str) -> dict[str, Any]:
-    return {name: getattr(value, name) for name in names}
+def _fields(record: object) -> dict[str, Any]:
+    """Return the fields of a step or of figures, JSON-ready, with lists for tuples: `_restored` reads them."""
+    fields = to_builtins(record, enc_hook=TokenTree.to_dict)
+    return {name: mapped(value, lambda leaf: leaf) for name, value in fields.items()}
 
 
 def states(tree: TokenTree, path: Sequence[int], kept: int, tried: Container[int]) -> list[State]:
