@@ -56,8 +56,12 @@ class Run:
         """Stop decoding and release the caches."""
         self._scheduler.close()
 
-    def finish(self, streamer: object = None) -> None:
+    def finish(self, streamer: object = None, has_prompt: bool = False) -> None:
         """Decode to the end and feed a ``transformers`` streamer, if given: the prompt, then tokens, then the end.
+
+        Args:
+            streamer: for one row.
+            has_prompt: whether the streamer has the prompt already.
 
         Raises:
             InputError: the streamer is not one, or there is more than one prompt for it.
@@ -68,7 +72,8 @@ class Run:
                 raise InputError(f"streamer={streamer!r:.60} has no put and end: give a transformers streamer")
             if len(self.rows) > 1:
                 raise InputError("a streamer takes one prompt: pass the prompts one by one, or drop the streamer")
-            streamer.put(torch.tensor([self.rows[0].ids], device="cpu"))
+            if not has_prompt:
+                streamer.put(torch.tensor([self.rows[0].ids], device="cpu"))
         try:
             for emitted in self:
                 if streamer is not None:

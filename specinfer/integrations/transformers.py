@@ -86,7 +86,7 @@ def custom_generate(
     kept = _kept_back(input_ids)
     assistant_model, streamer = kept.get("assistant_model", assistant_model), kept.get("streamer", streamer)
     draft = _only(draft_model=draft_model, assistant_model=assistant_model)
-    spec_streamer = _only(spec_streamer=spec_streamer, streamer=None if streamer is None else _Prompted(streamer))
+    reader = _only(spec_streamer=spec_streamer, streamer=streamer)
     decoder = SpeculativeDecoder(model, target_tokenizer, "ngram" if draft is None else draft, tree)
     given = model.generation_config, generation_config, None, stopping_criteria
     settings = resolve(*given, decoder.target.vocab_size, complete=True)
@@ -97,7 +97,7 @@ def custom_generate(
     prompts, paddings = [row.ids for row in padded], [row.left for row in padded]
     kept_logprobs, settings_of = checked_logprobs(logprobs), [settings] * len(padded)
     run = Run(make_requests(decoder, prompts, settings_of, seeds, paddings=paddings, logprobs=kept_logprobs))
-    run.finish(spec_streamer)
+    run.finish(reader, has_prompt=streamer is not None)
     return _output(run.results(), input_ids, generation_config)
 
 
@@ -115,23 +115,6 @@ def _read(
     decoder.check_lengths(prompts, [settings.budget(input_ids.shape[1])] * len(prompts))
     _check_inputs(model_inputs, padded, decoder)
     return padded
-
-
-class _Prompted(BaseStreamer):
-    """A streamer that has the prompt already: the first call of `put` does nothing."""
-
-    def __init__(self, streamer: BaseStreamer) -> None:
-        self.streamer, self.begun = streamer, False
-
-    def end(self) -> None:
-        """End."""
-        self.streamer.end()
-
-    def put(self, tokens: Tensor) -> None:
-        """Put tokens, except for the prompt."""
-        if self.begun:
-            self.streamer.put(tokens)
-        self.begun = True
 
 
 def _only(**given: Given | None) -> Given | None:
