@@ -13,7 +13,6 @@ Knows: llguidance, what of it can be trusted.  Does not know: rows, trees, optio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -26,7 +25,7 @@ from specinfer.grammar.matcher import Mask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerFast
 
 LIBRARY = "llguidance"
 T = TypeVar("T")
@@ -52,18 +51,16 @@ class Guidance:
         InputError: llguidance is not installed, or cannot read the tokenizer.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", vocab_size: int) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerFast", vocab_size: int) -> None:
         self._library = installed(LIBRARY, "response_format, grammar, regex and choices need llguidance")
-        backend = copy(getattr(tokenizer, "backend_tokenizer", None))
+        backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or tokenizer.eos_token_id is None:
             lacks = "an end of sequence" if backend else "token texts that llguidance reads"
             raise InputError(f"a grammar needs {lacks}, and the tokenizer has none: give a fast one that does")
-        backend.no_padding()
-        backend.no_truncation()
+        from llguidance.hf import from_tokenizer
+
         try:
-            self._tokenizer = self._library.LLTokenizer(
-                backend.to_str(), n_vocab=vocab_size, eos_token=tokenizer.eos_token_id
-            )
+            self._tokenizer = from_tokenizer(tokenizer, vocab_size)
         except Exception as error:
             raise InputError(f"llguidance cannot read this tokenizer: {one_line(error)}") from error
         added = sorted(tokenizer.added_tokens_decoder.items(), key=lambda item: -len(item[1].content))
