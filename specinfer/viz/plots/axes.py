@@ -76,8 +76,12 @@ def scale_of(ax: Axes | None, width: float, height: float) -> float:
     return float(np.clip(min(there[0] / width, there[1] / height), 0.1, 1.0))
 
 
-def lower_part(ax: Axes, share: float) -> Axes:
-    """Give the lower part of `ax` to a new Axes with the same x axis, `share` times as high as what `ax` keeps."""
+def upper_and_lower(ax: Axes | None, width: float, height: float, share: float) -> tuple[Axes, Axes]:
+    """Return Axes with open frames: those of `axes_of` and, in their lower part, new ones with the same x axis.
+
+    The lower ones are `share` times as high as what the upper ones keep.
+    """
+    ax = axes_of(ax, width, height)
     current, spec = ax.figure.gca(), ax.get_subplotspec()
     if spec is None:  # placed by hand
         box = ax.get_position(original=True)
@@ -89,7 +93,10 @@ def lower_part(ax: Axes, share: float) -> Axes:
         ax.set_subplotspec(parts[0])
         lower = ax.figure.add_subplot(parts[1], sharex=ax)
     ax.figure.sca(current)  # what pyplot would draw into next
-    return lower
+    ax.tick_params(labelbottom=False)
+    open_frame(ax)
+    open_frame(lower)
+    return ax, lower
 
 
 def open_frame(ax: Axes) -> None:

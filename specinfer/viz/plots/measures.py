@@ -105,9 +105,9 @@ def plot_compare(comparison: Comparison, ax: Axes | None = None) -> Axes:
     methods = list(dict.fromkeys(method for group in groups for method in group["methods"]))
     if not methods:
         raise InputError("the comparison is empty: there is nothing to draw; run it on at least one prompt")
-    ax = draw.axes_of(ax, min(max(1.6 + len(groups) * (0.2 + 0.17 * len(methods)), 4.0), draw.WIDEST), 4.8)
+    width = min(max(1.6 + len(groups) * (0.2 + 0.17 * len(methods)), 4.0), draw.WIDEST)
+    ax, lower = draw.upper_and_lower(ax, width, 4.8, 0.8)
     ax.set(ylabel="tokens per target pass", xlim=(-0.5, len(groups) - 0.5))
-    lower = draw.lower_part(ax, 0.8)
     lower.set_ylabel("tokens/s, ratio\nto autoregressive")
     lower.axhline(1, color="black", lw=0.8, ls="--", zorder=1)
     handles, width, others = [], 0.84 / len(methods), cycle(draw.OTHERS)
@@ -123,8 +123,7 @@ def plot_compare(comparison: Comparison, ax: Axes | None = None) -> Axes:
     lower.set_xticks(range(len(groups)), names, fontsize=draw.FONT, **draw.PLAIN)
     lower.margins(y=0.15)
     for axes in (ax, lower):
-        draw.open_frame(axes)
-        axes.tick_params(axis="x", length=0, labelbottom=axes is lower)
+        axes.tick_params(axis="x", length=0)
     draw.legend(ax, handles)
     return ax
 
@@ -171,9 +170,8 @@ def plot_drafts(report: DraftReport, ax: Axes | None = None) -> Axes:
         raise InputError(f"plot_drafts draws what `check_draft` returns, not a {type(report).__name__}")
     lines = [(f"{check.draft} ({check.grade})", check.gains) for check in report.drafts]
     lines += [("all drafts", report.together)] if report.together else []
-    ax = draw.axes_of(ax, 6.4, 5.2)
+    ax, lower = draw.upper_and_lower(ax, 6.4, 5.2, 0.7)
     ax.set_ylabel("tokens per target pass")
-    lower = draw.lower_part(ax, 0.7)
     lower.set_ylabel("speed-up to expect,\nagainst plain decoding")
     lower.axhline(1, color="black", lw=0.8, ls="--", zorder=1)
     shifts = 0.1 * (np.arange(len(lines)) - (len(lines) - 1) / 2)  # side by side, so that intervals can be told apart
@@ -184,8 +182,7 @@ def plot_drafts(report: DraftReport, ax: Axes | None = None) -> Axes:
     lower.set_xticks(range(len(labels)), labels, fontsize=draw.FONT)
     for axes in (ax, lower):
         axes.set_ylim(bottom=0)
-        draw.open_frame(axes)
-        axes.tick_params(axis="x", length=0, labelbottom=axes is lower)
+        axes.tick_params(axis="x", length=0)
     draw.legend(ax, handles)
     return ax
 
@@ -263,8 +260,7 @@ def plot_calibration(curve: CalibrationCurve | Iterable[CalibrationCurve], ax: A
     curves = list(curve) if isinstance(curve, Iterable) else [curve]
     if not curves or not all(hasattr(each, "accepted") and np.sum(each.count) for each in curves):
         raise InputError("plot_calibration draws a CalibrationCurve, or a list of them, each with observations")
-    ax = draw.axes_of(ax, 4.2, 4.6)
-    lower = draw.lower_part(ax, 0.25)
+    ax, lower = draw.upper_and_lower(ax, 4.2, 4.6, 0.25)
     handles: list[object] = [*ax.plot([0, 1], [0, 1], color=draw.GREY, lw=0.9, ls="--", zorder=0, label="calibrated")]
     width = 0.7 / max(len(each.count) for each in curves) / len(curves)
     for i, each in enumerate(curves):
@@ -272,9 +268,6 @@ def plot_calibration(curve: CalibrationCurve | Iterable[CalibrationCurve], ax: A
     ax.set(ylabel="share accepted", xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
     lower.set(xlabel="draft probability", ylabel="nodes", yscale="log")
     lower.set_ylim(bottom=0.7)
-    for axes in (ax, lower):
-        draw.open_frame(axes)
-        axes.tick_params(labelbottom=axes is lower)
     draw.legend(ax, handles, ncols=1)
     return ax
 
