@@ -5,43 +5,38 @@ from, commands.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from specinfer.tree.drawing import BONUS, DrawnNode, columns
-from specinfer.viz.description import Description
+from specinfer.viz.description import Description, DrawnStep
 from specinfer.viz.style import ASCII, TERMINAL, by_draft, terminal
 
 WIDEST = 66  # columns of lines and tokens, beyond which levels stand closer; what is right of them takes a dozen
 
 
 def text_for(stream: object, description: Description, step: int | None = None) -> str:
-    """Return a step as a stream can show it: in colours where it is a terminal, and in ASCII where it holds no more.
-
-    Args:
-        stream: None or one without an encoding holds every character.
-        description, step: as `text_of`.
-    """
-    coloured = in_colours(stream)
-    text = text_of(description, step, coloured)
-    try:
-        text.encode(getattr(stream, "encoding", None) or "utf-8")
-    except UnicodeEncodeError:
-        return text_of(description, step, coloured, ascii_only=True)
-    return text
-
-
-def text_of(description: Description, step: int | None = None, coloured: bool = False, ascii_only: bool = False) -> str:
     """Return a step's tree: token, the draft's probability given the parent, who drafted it, what became of it.
 
     Args:
+        stream: has colours if it is a terminal, and ASCII if it holds no more.  None or one without an encoding holds
+            every character.
         description: of what has the step.
         step: its number, from 0; None: the one to look at first.
-        coloured: use a terminal's colours.
-        ascii_only: use no other characters.
     """
     drawn = description.best if step is None else description.steps[step]
-    spell = in_ascii if ascii_only else str
-    paint = painted if coloured else lambda text, codes: text
+    paint = painted if in_colours(stream) else lambda text, codes: text
+    text = _text(description, drawn, paint, str)
+    try:
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return _text(description, drawn, paint, in_ascii)
+    return text
+
+
+def _text(
+    description: Description, drawn: DrawnStep, paint: Callable[[str, str], str], spell: Callable[[str], str]
+) -> str:
+    """Return a step's tree, given how text is put into a terminal's colours, and how signs and tokens are spelt."""
     legend = description.legend([drawn]) if drawn.record is not None or len(description.drafts) > 1 else []
     shapes = list(map(spell, description.shapes)) if legend else []
     by_shape = [paint(shape, TERMINAL[by_draft(draft)]) for draft, shape in enumerate(shapes)]
