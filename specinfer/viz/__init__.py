@@ -5,8 +5,7 @@
 
     html.py         the interactive page: what is in page/, with the data inside
     svg.py          the still picture of one tree
-    side_by_side.py two results on one text, as data
-    lanes.py        the still picture of these
+    side_by_side.py two results on one text: as data, and their still picture
     text.py         one tree for terminals and logs
     live.py         a generation in a notebook, as it happens
     plots/          pictures on matplotlib
@@ -22,9 +21,8 @@ from specinfer.common.token_text import Tokenizer
 from specinfer.results import Result
 from specinfer.viz.description import Description, Drawable, describe
 from specinfer.viz.html import fragment_of, page_of, to_json
-from specinfer.viz.lanes import lanes_of
 from specinfer.viz.plots import plot_compare, plot_drafts
-from specinfer.viz.side_by_side import PairDescription, SideBySide, describe_pair
+from specinfer.viz.side_by_side import PairDescription, SideBySide, describe_pair, lanes_of
 from specinfer.viz.svg import svg_of
 from specinfer.viz.text import text_for
 

@@ -1,8 +1,11 @@
-"""Two results on one text, pass by pass: a tree against a sequence, say.
+"""Two results on one text, pass by pass: a tree against a sequence, say; as data, and as a still picture.
 
-Knows: two results and how each is described.  Does not know: how they are painted.
+The picture has a lane for each, from left to right, with a block for each target pass.
+
+Knows: two results and how each is described, the elements of pictures.  Does not know: pages, scripts.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -11,12 +14,15 @@ from specinfer.common.display import Displayed
 from specinfer.common.token_text import Tokenizer
 from specinfer.errors import InputError
 from specinfer.viz.description import Description, describe
+from specinfer.viz.style import by_draft
+from specinfer.viz.svg import MARGIN, document, element
 
 if TYPE_CHECKING:
     from specinfer.evaluation.inspect.inspection import Inspection
     from specinfer.results import Result
 
 NAMES = ("tree", "sequence")
+WIDTH, HEIGHT, LANE, BETWEEN = 720, 24, 64, 2.5  # pixels: of a lane, of a block; from lane to lane; between blocks
 
 
 @dataclass(frozen=True)
@@ -77,3 +83,30 @@ class PairDescription:
 def describe_pair(pair: SideBySide, tokenizer: Tokenizer | None = None) -> PairDescription:
     """Describe both sides; the tokenizer is as in `describe`."""
     return PairDescription(pair.names, (describe(pair.first, tokenizer), describe(pair.second, tokenizer)))
+
+
+def lanes_of(pair: PairDescription) -> str:
+    """Return the picture.  The fewer and longer the blocks, the fewer passes of the target the same text took."""
+    parts = [element("rect", fill="paper", x=0, y=0, width=WIDTH + 2 * MARGIN, height=2 * LANE + 2 * MARGIN, rx=10)]
+    longest = max(sum(len(step.tokens) for step in side.steps) for side in pair.sides)
+    for number, (name, side) in enumerate(zip(pair.names, pair.sides, strict=True)):
+        top = MARGIN + number * LANE
+        parts.append(element("text", f"{name}: {side.title}", "ink", x=MARGIN, y=top + 12, font_size=12.5))
+        parts += _blocks(side, top + 20, WIDTH / max(1, longest))
+    legend = "A block is one pass of the target. Tokens of drafts are coloured, the target's own are grey."
+    parts.append(element("text", legend, "soft", x=MARGIN, y=2 * LANE + MARGIN + 4, font_size=12))
+    return document(pair.title, WIDTH + 2 * MARGIN, 2 * LANE + 2 * MARGIN, parts)
+
+
+def _blocks(side: Description, y: float, unit: float) -> Iterator[str]:
+    """Return the tokens of each pass, each in equal parts of the colours of those who drafted it."""
+    x = float(MARGIN)
+    for step in side.steps:
+        shrink = 1 - BETWEEN / (unit * len(step.tokens)) if step.tokens else 1.0
+        start, x = x, x + unit * len(step.tokens)
+        for index, drafts in enumerate(step.authors):
+            colours = [by_draft(draft) for draft in drafts] or ["faint"]
+            width = unit * max(0.2, shrink) / len(colours)
+            for part, colour in enumerate(colours):
+                left = start + width * (index * len(colours) + part)
+                yield element("rect", fill=colour, x=left, y=y, width=width, height=HEIGHT)
