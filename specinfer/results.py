@@ -21,8 +21,7 @@ from torch import Tensor
 
 from specinfer.common.display import Displayed, draw
 from specinfer.common.files import checked_path, parse_json, write_json
-from specinfer.common.known_tokens import KnownTokens
-from specinfer.common.token_text import Tokenizer
+from specinfer.common.token_text import KnownTokens, Tokenizer
 from specinfer.common.values import installed, mapped
 from specinfer.errors import InputError, SpecinferError
 from specinfer.tree import Kind, TokenTree
@@ -320,7 +319,7 @@ class Result(Displayed):
         tokens = known_tokens(self)
         steps, prompt = [step.to_dict() for step in self.steps], self.prompt_ids
         data = {**self.to_dict(), "prompt_ids": prompt, "steps": steps, "made_by": dict(self.made_by)}
-        write_json(path, {"specinfer result": FORMAT, **data, "known": tokens and tokens.to_dict()})
+        write_json(path, {"specinfer result": FORMAT, **data, "known": tokens and _fields(tokens)})
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> "Result":
@@ -335,7 +334,7 @@ class Result(Displayed):
                 raise InputError(
                     f"{path} is of format {data['specinfer result']!r:.20}, and this version reads {FORMAT}"
                 )
-            return replace(_restored(data, cls), tokenizer=data["known"] and KnownTokens(**data["known"]))
+            return replace(_restored(data, cls), tokenizer=data["known"] and _restored(data["known"], KnownTokens))
         except OSError as error:
             raise InputError(f"{path} cannot be read ({error.strerror or error})") from error
         except InputError:
@@ -415,7 +414,7 @@ def known_tokens(result: Result) -> KnownTokens | None:
 
 def _restored(data: object, kind: type[Kept]) -> Kept:
     """Return what `to_dict` described; raise `MsgspecError` with the field that is wrong, or `TreeError`."""
-    return convert(data, kind, dec_hook=lambda _, tree: TokenTree.from_dict(tree))
+    return convert(data, kind, str_keys=True, dec_hook=lambda _, tree: TokenTree.from_dict(tree))
 
 
 def _fields(record: object) -> dict[str, Any]:

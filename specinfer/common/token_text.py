@@ -1,10 +1,11 @@
-"""Tokens as text: one alone, and several whose bytes join into characters.
+"""Tokens as text: one alone, several whose bytes join into characters, and those that a saved result shows.
 
-Knows: tokenizers, UTF-8.  Does not know: trees, pictures.
+Knows: tokenizers, UTF-8.  Does not know: trees, pictures, results.
 """
 
 from codecs import getincrementaldecoder
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from specinfer.common.token_bytes import BYTE, SPACE, byte_level, sentence_piece
@@ -26,6 +27,35 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: list[int], /) -> Any:
         """Return the text of tokens."""
+
+
+@dataclass(frozen=True)
+class KnownTokens:
+    """Shows the tokens that it was made with, as their tokenizer would: files and pickles hold it in its place.
+
+    Attributes:
+        tokens: by id, how it is written in the tokenizer's table (None if it is not there), and its text alone.
+        runs: token ids, and their text together.
+    """
+
+    tokens: dict[int, tuple[str | None, str]]
+    runs: list[tuple[list[int], str]]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, ids: Iterable[int], runs: Iterable[list[int]]) -> "KnownTokens":
+        """Ask a tokenizer for some ids, and for texts of several."""
+        found = {token: (tokenizer.convert_ids_to_tokens(token), tokenizer.decode([token])) for token in sorted({*ids})}
+        return cls(found, [(run, tokenizer.decode(run)) for run in runs])
+
+    def convert_ids_to_tokens(self, token: int) -> str | None:
+        """Return how a token is written, or None if it is not known."""
+        return self.tokens.get(int(token), (None, ""))[0]
+
+    def decode(self, ids: Sequence[int], **_: object) -> str:
+        """Return the text of tokens: as asked for together, else one by one."""
+        ids = list(map(int, ids))
+        together = next((text for run, text in self.runs if run == ids), "")
+        return together or "".join(self.tokens.get(token, (None, ""))[1] for token in ids)
 
 
 class Piece(NamedTuple):
