@@ -13,6 +13,7 @@ Knows: llguidance, what of it can be trusted.  Does not know: rows, trees, optio
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -92,10 +93,9 @@ class Guidance:
         except ValueError as error:
             raise SamplingError(f"{grammar.kind}: {one_line(error)}") from error
         make = partial(matchers, self._tokenizer, text, log_level=0, limits=limits)
-        matcher = make()
-        if matcher.is_error():
-            raise SamplingError(f"this {grammar.kind} cannot be followed: {_reason(matcher)}")
-        return GuidanceMatcher(make, self._tokenizer, matcher, special=self._special)
+        if (begun := make()).is_error():
+            raise SamplingError(f"this {grammar.kind} cannot be followed: {_reason(begun)}")
+        return GuidanceMatcher(make, self._tokenizer, self._special)
 
 
 class GuidanceMatcher:
@@ -104,23 +104,14 @@ class GuidanceMatcher:
     Args:
         make: makes one of llguidance's, at the grammar's beginning.
         tokenizer: its tokenizer.
-        matcher: that was made so, or a copy.
-        tokens: that it has consumed.
         special: tokens that stand for no text, by how they are spelt.
     """
 
     library = LIBRARY
 
-    def __init__(
-        self,
-        make: "Callable[[], LLMatcher]",
-        tokenizer: "LLTokenizer",
-        matcher: "LLMatcher",
-        tokens: Sequence[int] = (),
-        special: Mapping[str, int] | None = None,
-    ) -> None:
-        self._make, self._tokenizer, self._matcher = make, tokenizer, matcher
-        self._tokens, self._special = list(tokens), special or {}
+    def __init__(self, make: "Callable[[], LLMatcher]", tokenizer: "LLTokenizer", special: Mapping[str, int]) -> None:
+        self._make, self._tokenizer, self._special = make, tokenizer, special
+        self._begin()
 
     def follow(self, tokens: Sequence[int]) -> bool:
         """Go to where these tokens lead from the beginning; return False if one of them is refused."""
@@ -143,7 +134,9 @@ class GuidanceMatcher:
 
     def copy(self) -> "GuidanceMatcher":
         """Return a matcher in the same state."""
-        return GuidanceMatcher(self._make, self._tokenizer, self._matcher.deep_copy(), self._tokens, self._special)
+        made = copy(self)
+        made._matcher, made._tokens = self._matcher.deep_copy(), [*self._tokens]
+        return made
 
     def _follow(self, wanted: list[int]) -> bool:
         """Go to where tokens lead, back from where they differ; return False if one of them is refused."""
@@ -196,7 +189,8 @@ class GuidanceMatcher:
 
     def _begin(self) -> None:
         """Go to the beginning, with a matcher that shares nothing."""
-        self._matcher, self._tokens = self._make(), []
+        self._matcher = self._make()
+        self._tokens: list[int] = []  # that it has consumed
 
 
 def _reason(matcher: "LLMatcher") -> str:
