@@ -266,8 +266,7 @@ class SpeculativeDecoder:
     @property
     def passes(self) -> str:
         """How the passes of target and drafts run, and why some are not compiled, in one line."""
-        rounded = [" (activations in 8 bits)" * rounds_states(model.model) for model in self.networks]
-        ways = [f"{model.ways}{states}" for model, states in zip(self.networks, rounded, strict=True)]
+        ways = [f"{model.ways}{' (activations in 8 bits)' * rounds_states(model.model)}" for model in self.networks]
         named = [f"{name} {way}" for (name, _), way in zip(self._named_networks(), ways, strict=True)]
         return f"passes: {', '.join(named if len(set(ways)) > 1 else ways[:1])}"
 

@@ -11,11 +11,11 @@ from typing import Any
 from msgspec import to_builtins
 
 from specinfer.common.chat import ChatOptions
-from specinfer.common.token_text import plain_text
+from specinfer.common.token_text import plain_text, split_bytes
 from specinfer.engine.options import Options
 from specinfer.engine.requests import Request
 from specinfer.serve.answer import Answer, Served
-from specinfer.serve.choice import Choice, Likely, News, token_bytes
+from specinfer.serve.choice import Choice, Likely, News
 from specinfer.serve.protocol import ApiError, ChatBody, Message, Tool
 from specinfer.serve.tools import REASONING, Delta, Deltas, Forced, response_template
 
@@ -132,7 +132,8 @@ class Chat(Answer[ChatBody]):
 
     def _token(self, token: int, logprob: float | None) -> dict[str, object]:
         tokenizer = self.served.decoder.tokenizer
-        return {"token": plain_text(tokenizer, token), "logprob": logprob, "bytes": token_bytes(tokenizer, token)}
+        text, found = plain_text(tokenizer, token), split_bytes(tokenizer, token)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode() if found is None else found)}
 
 
 def _as_read(message: Message) -> dict[str, object]:

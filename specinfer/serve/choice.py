@@ -6,7 +6,6 @@ Knows: tokens, texts, stop strings.  Does not know: HTTP, the protocol, when ste
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from specinfer.common.token_text import Tokenizer, plain_text, split_bytes
 from specinfer.engine.detokenize import Pieces
 from specinfer.engine.requests import Request
 from specinfer.engine.sequence import Stopping
@@ -128,9 +127,3 @@ class Choice:
     def seed(self) -> int | None:
         """The seed that repeats a sampled text."""
         return self.request.row.seed if self.request.row.sampling else None
-
-
-def token_bytes(tokenizer: Tokenizer, token: int) -> list[int]:
-    """Return the bytes of one token's text."""
-    found = split_bytes(tokenizer, token)
-    return list(plain_text(tokenizer, token).encode() if found is None else found)
