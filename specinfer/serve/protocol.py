@@ -7,17 +7,15 @@ Does not know: models, prompts, HTTP beyond the number of a status.
 import logging
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from msgspec import Meta, MsgspecError, Struct, convert
 from msgspec.json import decode
+from transformers import GenerationConfig
 
 from specinfer.engine.options import Options
 from specinfer.engine.penalties import FrequencyPenalty, PresencePenalty
 from specinfer.errors import InputError, SamplingError
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
 
 log = logging.getLogger(__name__)
 
@@ -158,7 +156,7 @@ class Body(Struct, kw_only=True):
         """The engine's option `logprobs`."""
         raise NotImplementedError
 
-    def options(self, config: "GenerationConfig") -> Options:
+    def options(self, config: GenerationConfig) -> Options:
         """Return the engine's options, those that depend on the prompt apart.
 
         Args:
@@ -306,7 +304,7 @@ class ChatBody(Body, kw_only=True):
             raise ApiError(400, "tool_choice: there is no tool to be called: give its schema in tools", "tool_choice")
         return found
 
-    def options(self, config: "GenerationConfig") -> Options:
+    def options(self, config: GenerationConfig) -> Options:
         """Return the engine's options, the text that may be repeated among them."""
         return super().options(config) | Options(prediction=self.prediction.text if self.prediction else None)
 

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from uuid import uuid4
 
 from specinfer.common.chat import BEGINNING, ChatOptions, Message, rendered
+from specinfer.decoder import SpeculativeDecoder
 from specinfer.errors import SamplingError
 from specinfer.grammar.asked import Grammar, schema_text
 from specinfer.serve.protocol import ApiError, Tool
 
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_parser import ResponseParser
-
-    from specinfer.decoder import SpeculativeDecoder
 
 Delta: TypeAlias = dict[str, Any]  # a part of a message: "content", "reasoning_content" or one of "tool_calls"
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one field
@@ -91,7 +90,7 @@ class Deltas:
         return {}
 
 
-def response_template(decoder: "SpeculativeDecoder") -> dict[str, object] | None:
+def response_template(decoder: SpeculativeDecoder) -> dict[str, object] | None:
     """Return how a target writes tool calls and reasoning: its tokenizer says so, or transformers knows the family."""
     if not hasattr(decoder.tokenizer, "get_response_parser"):
         return None
@@ -129,7 +128,7 @@ class Forced:
         chat: how messages become the prompt.
     """
 
-    decoder: "SpeculativeDecoder"
+    decoder: SpeculativeDecoder
     template: dict[str, object] | None
     chat: ChatOptions
 

@@ -14,7 +14,8 @@ Nothing below imports it: things show themselves through `specinfer.common.displ
 """
 
 from html import escape
-from typing import TYPE_CHECKING, TextIO, TypeAlias
+from os import PathLike
+from typing import TextIO, TypeAlias
 
 from specinfer.common.files import write_whole
 from specinfer.common.token_text import Tokenizer
@@ -25,9 +26,6 @@ from specinfer.viz.plots import plot_compare, plot_drafts
 from specinfer.viz.side_by_side import PairDescription, SideBySide, describe_pair, lanes_of
 from specinfer.viz.svg import svg_of
 from specinfer.viz.text import text_for
-
-if TYPE_CHECKING:
-    from os import PathLike
 
 __all__ = ["SideBySide", "data", "fragment", "page", "picture", "plot_compare", "plot_drafts", "text"]
 
@@ -41,7 +39,7 @@ def fragment(thing: Displayable) -> str:
     return fragment_of(*_painted(thing))
 
 
-def page(thing: Displayable, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
+def page(thing: Displayable, path: str | PathLike[str] | None = None, tokenizer: Tokenizer | None = None) -> str:
     """Return a complete document; write it if there is a path.
 
     Raises:
@@ -50,12 +48,12 @@ def page(thing: Displayable, path: "str | PathLike[str] | None" = None, tokenize
     return _written(page_of(*_painted(thing, tokenizer)), path)
 
 
-def picture(thing: Displayable, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
+def picture(thing: Displayable, path: str | PathLike[str] | None = None, tokenizer: Tokenizer | None = None) -> str:
     """Return a picture; arguments and errors as `page`."""
     return _written(_painted(thing, tokenizer)[1], path)
 
 
-def data(thing: Displayable, path: "str | PathLike[str] | None" = None, tokenizer: Tokenizer | None = None) -> str:
+def data(thing: Displayable, path: str | PathLike[str] | None = None, tokenizer: Tokenizer | None = None) -> str:
     """Return what the page draws, as JSON; arguments and errors as `page`."""
     return _written(to_json(_described(thing, tokenizer).to_dict()), path)
 
@@ -85,7 +83,7 @@ def _painted(thing: Displayable, tokenizer: Tokenizer | None = None) -> tuple[De
     return found, lanes_of(found) if isinstance(found, PairDescription) else svg_of(found)
 
 
-def _written(text: str, path: "str | PathLike[str] | None") -> str:
+def _written(text: str, path: str | PathLike[str] | None) -> str:
     if path is not None:
         write_whole(path, text)
     return text

@@ -8,18 +8,15 @@ Knows: two results and how each is described, the elements of pictures.  Does no
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import TYPE_CHECKING
 
 from specinfer.common.display import Displayed
 from specinfer.common.token_text import Tokenizer
 from specinfer.errors import InputError
+from specinfer.evaluation.inspect.inspection import Inspection
+from specinfer.results import Result
 from specinfer.viz.description import Description, describe
 from specinfer.viz.style import by_draft
 from specinfer.viz.svg import MARGIN, document, element
-
-if TYPE_CHECKING:
-    from specinfer.evaluation.inspect.inspection import Inspection
-    from specinfer.results import Result
 
 NAMES = ("tree", "sequence")
 WIDTH, HEIGHT, LANE, BETWEEN = 720, 24, 64, 2.5  # pixels: of a lane, of a block; from lane to lane; between blocks
@@ -38,8 +35,8 @@ class SideBySide(Displayed):
         InputError: one is no result, or the prompts differ.
     """
 
-    first: "Result | Inspection"
-    second: "Result | Inspection"
+    first: Result | Inspection
+    second: Result | Inspection
     names: tuple[str, str] = NAMES
 
     def __post_init__(self) -> None:
