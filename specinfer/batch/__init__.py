@@ -164,19 +164,7 @@ def _settings(
 
 def _written(found: Iterator[Finished], left: Sequence[PromptLine], records: Records) -> Iterator[Record]:
     """Write a record for each prompt that finishes, and yield it."""
-    for number, result, error in found:
-        record = left[number].where
-        if result is None:
-            record["error"] = str(error)
-        else:
-            record |= {
-                "text": result.text,
-                "token_ids": result.token_ids,
-                "finish_reason": result.finish_reason,
-                "seed": result.seed,
-                "prompt_tokens": len(result.prompt_ids),
-                "new_tokens": len(result.token_ids),
-                "target_passes": result.stats.target_passes,
-            }
+    for finished in found:
+        record = left[finished.number].where | finished.to_dict()
         records.append(record)
         yield record

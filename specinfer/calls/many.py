@@ -28,6 +28,20 @@ class Finished(NamedTuple):
     result: Result | None
     error: SpecinferError | None
 
+    def to_dict(self) -> dict[str, object]:
+        """Return what files and datasets keep of it, JSON-ready: the text and figures of it, or else the error."""
+        if self.result is None:
+            return {"error": str(self.error)}
+        return {
+            "text": self.result.text,
+            "token_ids": self.result.token_ids,
+            "finish_reason": self.result.finish_reason,
+            "seed": self.result.seed,
+            "prompt_tokens": len(self.result.prompt_ids),
+            "new_tokens": len(self.result.token_ids),
+            "target_passes": self.result.stats.target_passes,
+        }
+
 
 def finished(
     scheduler: Scheduler, prompts: Iterable[object], request_of: Callable[[object, int], Request]

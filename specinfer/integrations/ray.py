@@ -7,6 +7,7 @@ Ray places actors, moves blocks, starts a dead actor anew and gives it its block
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from specinfer.common.values import checked_count, checked_names
@@ -122,15 +123,10 @@ class _Generator:
         prompts = rows.column(self.column).to_pylist()
         seeds = rows.column("seed").to_pylist() if "seed" in rows.column_names else [self.seed] * len(prompts)
         asked = ({"prompt": prompt, "seed": seed} for prompt, seed in zip(prompts, seeds, strict=True))
-        found: dict[str, list[object]] = {name: [None] * len(prompts) for name in COLUMNS}
-        for number, result, error in self.decoder.generate_many(asked, max_rows=self.max_rows, **self.options):
-            found["error"][number] = error and str(error)
-            if result is not None:
-                found["target_passes"][number] = result.stats.target_passes
-                for name in ("text", "token_ids", "finish_reason", "seed"):
-                    found[name][number] = getattr(result, name)
+        found = [*self.decoder.generate_many(asked, max_rows=self.max_rows, **self.options)]
+        records = [each.to_dict() for each in sorted(found, key=attrgetter("number"))]
         kept = rows.drop_columns(["seed"]) if "seed" in rows.column_names else rows
         types = {**COLUMNS, "token_ids": pyarrow.list_(pyarrow.int64())}
         for name, kind in types.items():
-            kept = kept.append_column(name, pyarrow.array(found[name], kind))
+            kept = kept.append_column(name, pyarrow.array([record.get(name) for record in records], kind))
         return kept
