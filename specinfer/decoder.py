@@ -576,8 +576,7 @@ class SpeculativeDecoder:
         wanted = continuations(prompts, continuation, self.tokenizer, self.target.vocab_size)
         self.check_lengths(prompts.rows, [len(tokens) - 1 for tokens in wanted])  # no pass reads the last token
         self.supported(self.policy, [])
-        branching = check_model(self.target.model).support is not Support.CHAIN_ONLY
-        scores = score(self.target, prompts.rows, wanted, rows, branching, top)
+        scores = score(self.target, prompts.rows, wanted, rows, top)
         return scores[0] if prompts.single else scores
 
     def read(

@@ -14,7 +14,7 @@ from math import fsum, isnan
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from specinfer.attention import TreeModel, TreeSession, lay_out_chains, running
+from specinfer.attention import Support, TreeModel, TreeSession, check_model, lay_out_chains, running
 from specinfer.common.tensors import on_device
 from specinfer.common.values import plain
 from specinfer.engine.sequence import likeliest, log_distributions, of_tokens
@@ -119,12 +119,7 @@ class _Question:
 
 
 def score(
-    target: TreeModel,
-    prompts: Sequence[list[int]],
-    wanted: Sequence[list[int]],
-    max_rows: int,
-    branching: bool,
-    top: int = 0,
+    target: TreeModel, prompts: Sequence[list[int]], wanted: Sequence[list[int]], max_rows: int, top: int
 ) -> list[Score]:
     """Score a continuation of each prompt.
 
@@ -133,13 +128,13 @@ def score(
         prompts: token ids.
         wanted: of the continuations.
         max_rows: prompts that are read at a time, of similar length.
-        branching: whether the target can score trees.
         top: how many of the likeliest tokens are kept beside each one.
 
     Raises:
         NumericalError: the target's logits are not numbers.
     """
     scores = [Score(continuation, [], []) for continuation in wanted]
+    branching = check_model(target.model).support is not Support.CHAIN_ONLY
     blocks = [*_blocks(_questions(prompts, wanted, branching), max_rows)]
     store = PrefixStore(wanted=lambda: bool(blocks))
     with running(target):

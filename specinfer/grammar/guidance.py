@@ -93,9 +93,10 @@ class Guidance:
         except ValueError as error:
             raise SamplingError(f"{grammar.kind}: {one_line(error)}") from error
         make = partial(matchers, self._tokenizer, text, log_level=0, limits=limits)
-        if (begun := make()).is_error():
-            raise SamplingError(f"this {grammar.kind} cannot be followed: {_reason(begun)}")
-        return GuidanceMatcher(make, self._tokenizer, self._special)
+        made = GuidanceMatcher(make, self._tokenizer, self._special)
+        if made._matcher.is_error():
+            raise SamplingError(f"this {grammar.kind} cannot be followed: {_reason(made._matcher)}")
+        return made
 
 
 class GuidanceMatcher:
