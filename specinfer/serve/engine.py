@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from math import inf, isinf
 from queue import SimpleQueue
@@ -41,11 +40,14 @@ class Generation:
 
     Attributes:
         requests: once the engine has them.
+        submitted: when it got them, a time of `perf_counter`.
+        newest: when the newest step of each request was, likewise.
     """
 
     def __init__(self, engine: "Engine", whole: float = inf, queued: float = inf) -> None:
         self.engine, self.whole, self.queued, self.began = engine, whole, queued, perf_counter()
         self.requests: Sequence[Request] = ()
+        self.submitted, self.newest = self.began, dict[Request, float]()
         self.changed = asyncio.Event()
 
     @property
@@ -85,15 +87,6 @@ class Generation:
         self.engine.abort([request for request in self.requests if not request.done])
 
 
-@dataclass
-class Clock:
-    """When a request was there, and when its newest step; whose it is."""
-
-    generation: Generation
-    began: float = field(default_factory=perf_counter)
-    newest: float | None = None
-
-
 class Engine:
     """One thread that owns a scheduler.
 
@@ -111,7 +104,7 @@ class Engine:
         self.scheduler, self.capacity = scheduler, (scheduler.max_rows or 0) + max_queue
         self.metrics = Metrics(lambda: len(self.scheduler.active), self._count_waiting)
         self.alive = False
-        self._open: dict[Request, Clock] = {}  # of both threads: each use of it is one call
+        self._open: dict[Request, Generation] = {}  # of both threads: each use of it is one call
         self._reserved = 0
         self._jobs = SimpleQueue[Callable[[], object]]()  # what the thread does before its next step
         self._closing = False
@@ -149,12 +142,12 @@ class Engine:
         Raises:
             ApiError: the thread has ended.
         """
-        generation.requests = requests
+        generation.requests, generation.submitted = requests, perf_counter()
         if generation.done:
             generation.changed.set()
         for request in requests:
             if not request.done:
-                self._open[request] = Clock(generation)
+                self._open[request] = generation
                 self.scheduler.add(request)
         self._put(_nothing)  # wakes the thread
 
@@ -232,33 +225,34 @@ class Engine:
         """Count a step, and tell those who wait for it."""
         now, changed = perf_counter(), set[Generation]()
         for request, step in emitted:
-            if clock := self._open.get(request):
-                self._count(request, step, clock, now)
-                changed.add(clock.generation)
+            if generation := self._open.get(request):
+                self._count(request, step, generation, now)
+                changed.add(generation)
         for request in [*self._open]:
-            if request.done and (clock := self._open.pop(request, None)):  # unless it is taken back meanwhile
+            if request.done and (generation := self._open.pop(request, None)):  # unless it is taken back meanwhile
                 if request.error:
                     log.error("a text ended with an error: %s", one_line(request.error))
                 self.metrics.successes.labels(request.finish_reason if request.finish_reason in ENDS else "error").inc()
-                self.metrics.whole.observe(now - clock.began)
-                changed.add(clock.generation)
+                self.metrics.whole.observe(now - generation.submitted)
+                changed.add(generation)
         if changed:
             self._loop.call_soon_threadsafe(partial(_wake, changed))
 
-    def _count(self, request: Request, step: Step, clock: Clock, now: float) -> None:
+    def _count(self, request: Request, step: Step, generation: Generation, now: float) -> None:
         """Count a step of a request."""
         self.metrics.step(step)
         if not step.tokens:
             return
-        if clock.newest is None:
+        newest, waited = generation.newest.get(request), now - generation.submitted
+        if newest is None:
             self.metrics.prompt_tokens.inc(request.row.prompt_length)
             self.metrics.asked_prefixes.inc(request.row.prompt_length)
             self.metrics.found_prefixes.inc(request.cached_tokens)
-            self.metrics.first_token.observe(now - clock.began)
-            self.metrics.queued.observe(max(0.0, now - clock.began - request.spent.seconds.total))
+            self.metrics.first_token.observe(waited)
+            self.metrics.queued.observe(max(0.0, waited - request.spent.seconds.total))
         else:
-            self.metrics.between_tokens.observe((now - clock.newest) / len(step.tokens))
-        clock.newest = now
+            self.metrics.between_tokens.observe((now - newest) / len(step.tokens))
+        generation.newest[request] = now
 
 
 def within(seconds: float) -> asyncio.Timeout:
