@@ -5,7 +5,7 @@ Knows: HTTP, streams of events, clients that go away.  Does not know: prompts, t
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -71,16 +71,6 @@ class Limits:
     queue_timeout: float = inf
 
 
-class Json(Response):
-    """A body of JSON."""
-
-    media_type = "application/json"
-
-    def render(self, content: object) -> bytes:
-        """Return the bytes of a value."""
-        return encode(content)
-
-
 class Events(StreamingResponse):
     """A stream of events, which ends its generation however it ends itself."""
 
@@ -139,7 +129,7 @@ class Server:
 
     async def health(self, request: Request) -> Response:
         """Say whether texts are taken."""
-        return Json({"status": "ok"}) if self.engine.alive else Json({"status": "closed"}, 503)
+        return as_json({"status": "ok"}) if self.engine.alive else as_json({"status": "closed"}, 503)
 
     async def metrics(self, request: Request) -> Response:
         """Return counts and times."""
@@ -147,12 +137,12 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         """Return the one model, as a list."""
-        return Json({"object": "list", "data": [self._model]})
+        return as_json({"object": "list", "data": [self._model]})
 
     async def model(self, request: Request) -> Response:
         """Return the one model by its name."""
         self._check_model(request.path_params["name"])
-        return Json(self._model)
+        return as_json(self._model)
 
     def _answering(self, path: str, kind: type[B], answer: Callable[[B, Served, str], Answers]) -> Route:
         """Return the route of requests of a kind, given what answers one."""
@@ -176,7 +166,7 @@ class Server:
                 await generation.news(WAIT)
                 if await request.is_disconnected():
                     return Response(status_code=499)  # nobody reads it
-            return Json(answer.whole())
+            return as_json(answer.whole())
         finally:
             generation.close()
 
@@ -277,6 +267,11 @@ def application(
     )
 
 
+def as_json(content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """Return an answer with a value as its body."""
+    return Response(encode(content), status, headers, "application/json")
+
+
 def _client(request: Request) -> str:
     """Return a digest that tells the owners of keys apart without the keys."""
     return sha256(request.headers.get("authorization", "").encode()).hexdigest()
@@ -288,4 +283,4 @@ async def _told(request: Request, error: Exception) -> Response:
         message = f"{request.method} {request.url.path}: {error.detail}"
         error = ApiError(error.status_code, message, headers=error.headers)
     told = error if isinstance(error, ApiError) else failed()
-    return Json(told.body, told.status, told.headers)
+    return as_json(told.body, told.status, told.headers)
