@@ -28,7 +28,7 @@ from specinfer.calls.many import Finished, finished
 from specinfer.calls.run import Run
 from specinfer.calls.scoring import Score, continuations, score
 from specinfer.calls.text_stream import TextStream
-from specinfer.common.advice import did_you_mean, nearest
+from specinfer.common.advice import did_you_mean
 from specinfer.common.chat import ChatOptions
 from specinfer.common.memory import give_back
 from specinfer.common.model_options import DeviceMap, checked_options
@@ -774,8 +774,7 @@ def load_draft(name: str, dtype: str | torch.dtype, device: str | torch.device, 
     try:
         loaded = _load_small(name, dtype, device, quantize)
     except ModelError as error:
-        near = nearest(name, WORDS)
-        advice = f"did you mean {near}?" if near else f"words for drafts are {', '.join(WORDS)}"
+        advice = did_you_mean(name, WORDS, f"words for drafts are {', '.join(WORDS)}")
         raise ModelError(str(error) if "/" in name else f"{error}; {advice}") from error
     if str(dtype) == "auto":
         round_states(loaded.model)
