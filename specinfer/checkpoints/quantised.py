@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from specinfer.attention.packed.layout import pack
 from specinfer.attention.packed.modules import PackedLinear
 from specinfer.attention.packed.schemes.awq import awq
-from specinfer.attention.packed.schemes.base import FLOATS, Expected, Layer, Scheme, parts
+from specinfer.attention.packed.schemes.base import FLOATS, Expected, Layer, Scheme, Settings, parts
 from specinfer.attention.packed.schemes.compressed import compressed_tensors
 from specinfer.attention.packed.schemes.fp8 import fp8
 from specinfer.attention.packed.schemes.gptq import gptq
@@ -42,7 +42,7 @@ from specinfer.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-METHODS: dict[str, Callable[[Mapping[str, object]], Scheme]] = {
+METHODS: dict[str, Callable[[Settings], Scheme]] = {
     "awq": awq,
     "compressed-tensors": compressed_tensors,
     "fp8": fp8,
@@ -94,7 +94,9 @@ def load_quantised(
     split_experts(model, files.tensors)
     if not can_finish(model):
         return None
-    scheme = METHODS[settings["quant_method"]](settings)
+    given = Settings(settings)
+    scheme = METHODS[settings["quant_method"]](given)
+    given.check_all_used()
     if not scheme.packs:
         model.config.dtype = dtype or usual
         model.to(model.config.dtype)

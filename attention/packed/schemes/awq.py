@@ -64,18 +64,12 @@ def _of_outputs(words: Tensor) -> Tensor:
     return fields(words, BITS).unflatten(1, (-1, SHARED))[..., ORDER].flatten(1).T.contiguous()
 
 
-def awq(settings: Mapping[str, object]) -> Scheme:
-    """Return what a configuration says.
-
-    Raises:
-        ModelError: settings that are not known, or not read.
-    """
-    given = Settings(settings, UNUSED)
+def awq(given: Settings) -> Scheme:
+    """Return what a configuration says."""
+    given.forget(UNUSED)
     given.choose("bits", [BITS])
     for name in ("version", "format", "checkpoint_format"):  # older files and newer ones
         given.choose(name, ["gemm"], "gemm")
     given.choose("desc_act", [False], False)
     given.get("zero_point", bool, True)  # there are zero points in either case
-    scheme = Scheme(given.unless("modules_to_not_convert", AwqLayer(given.get("group_size", int))), packs=True)
-    given.check_all_used()
-    return scheme
+    return Scheme(given.unless("modules_to_not_convert", AwqLayer(given.get("group_size", int))), packs=True)

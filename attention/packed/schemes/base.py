@@ -42,7 +42,7 @@ class Matrix(NamedTuple):
 
     bits: int
     group: int  # inputs that share a scale: a multiple of 32
-    integers: Callable[[slice], Tensor]  # (n, K) uint8 of some outputs, from 0
+    integers: Callable[[slice], Tensor]  # (n, K) uint8 of some outputs, from 0, each input at its own place
     scales: Tensor  # (N, K / group)
     zeros: Tensor | None  # (N, K / group) int16: the integers that stand for zero, where it is not the middle one
     order: Tensor | None  # (K) int64: the input that stands at each place, where not itself
@@ -99,9 +99,8 @@ def parts(matrix: Matrix, outputs: int) -> Iterator[Quantised]:
     for begin in range(0, outputs, PART):
         rows = slice(begin, min(begin + PART, outputs))
         least = None if offsets is None else offsets[rows]
-        yield Quantised(
-            matrix.integers(rows), matrix.bits, middle, matrix.values, span, scales[rows], None, None, least
-        )
+        integers = matrix.integers(rows) if matrix.order is None else matrix.integers(rows)[:, matrix.order]
+        yield Quantised(integers, matrix.bits, middle, matrix.values, span, scales[rows], None, None, least)
 
 
 def fields(words: Tensor, bits: int) -> Tensor:
@@ -142,12 +141,18 @@ class Settings:
     """A part of a checkpoint's configuration, with an account of what was asked for.
 
     Args:
-        values: the settings, by name.
-        unused: names of those that change nothing.
+        values: the settings, by name; None stands for one that is not there.
     """
 
-    def __init__(self, values: Mapping[str, object], unused: Sequence[str] = ()) -> None:
-        self._values, self._left = values, {name for name, value in values.items() if value is not None}
+    def __init__(self, values: Mapping[str, object]) -> None:
+        self._values = {name: value for name, value in values.items() if value is not None}
+        self._left = {*self._values}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
+
+    def forget(self, unused: Sequence[str]) -> None:
+        """Take settings that change nothing."""
         self._left.difference_update(unused)
 
     def get(self, name: str, kind: type[T], default: T | None = None) -> T:
@@ -157,8 +162,7 @@ class Settings:
             ModelError: it is of another type, or is missing and there is no default.
         """
         self._left.discard(name)
-        found = self._values.get(name)
-        found = default if found is None else found
+        found = self._values.get(name, default)
         if type(found) is not kind:
             raise ModelError(
                 f"its quantization_config says {name} {found!r:.40}, and should be of type {kind.__name__}"

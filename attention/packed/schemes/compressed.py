@@ -74,8 +74,7 @@ class IntegerLayer(Layer):
         order = order_of(found.get("weight_g_idx"), inputs, group)
 
         def integers(rows: slice) -> Tensor:
-            whole = fields(found["weight_packed"][rows], self.bits) if self.words else self._from(found["weight"][rows])
-            return whole if order is None else whole[:, order]
+            return fields(found["weight_packed"][rows], self.bits) if self.words else self._from(found["weight"][rows])
 
         zeros = found.get("weight_zero_point")
         if zeros is not None and self.words:
@@ -94,13 +93,13 @@ class IntegerLayer(Layer):
         return found.byte()
 
 
-def compressed_tensors(settings: Mapping[str, object]) -> Scheme:
+def compressed_tensors(given: Settings) -> Scheme:
     """Return what a configuration says.
 
     Raises:
-        ModelError: settings that are not known, or not read.
+        ModelError: states are rotated, or matrices are sparse.
     """
-    given = Settings(settings, UNUSED)
+    given.forget(UNUSED)
     form = given.choose("format", [*FORMATS, "mixed-precision"])
     if given.get("transform_config", dict, {}).get("config_groups"):
         raise ModelError("its transform_config rotates states, which is not read: take another checkpoint")
@@ -108,7 +107,6 @@ def compressed_tensors(settings: Mapping[str, object]) -> Scheme:
         raise ModelError(f"its sparsity_config says {sparse!r:.40}, and dense alone is read: take another checkpoint")
     layers = [_group(group, form) for group in given.get("config_groups", dict).values()]
     ignored = given.get("ignore", list, [])
-    given.check_all_used()
 
     def layer(name: str) -> Layer | None:
         """Return the layer of the first group that names it, else of one that names all linear layers."""
@@ -125,7 +123,9 @@ def _group(values: object, form: str) -> tuple[list[object], Layer]:
     """Return the modules that a group of layers names, and how they are stored."""
     if not isinstance(values, dict) or not isinstance(weights := values.get("weights"), dict):
         raise ModelError("a group of its quantization_config does not say how weights are stored: get it again")
-    group, of_weights = Settings(values, UNUSED_OF_GROUPS), Settings(weights, UNUSED_OF_WEIGHTS)
+    group, of_weights = Settings(values), Settings(weights)
+    group.forget(UNUSED_OF_GROUPS)
+    of_weights.forget(UNUSED_OF_WEIGHTS)
     targets = group.get("targets", list)
     form = group.choose("format", FORMATS, form)
     kind, symmetric = of_weights.choose("type", ["int", "float"], "int"), of_weights.get("symmetric", bool, True)

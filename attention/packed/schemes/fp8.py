@@ -44,23 +44,18 @@ class ScaledLayer(Layer):
         return found["weight"].float() * scales.repeat_interleave(columns or inputs, 1)[:, :inputs]
 
 
-def fp8(settings: Mapping[str, object]) -> Scheme:
+def fp8(given: Settings) -> Scheme:
     """Return what a configuration says.
 
     Raises:
-        ModelError: settings that are not known, or not read.
+        ModelError: blocks have no two sizes.
     """
-    given = Settings(settings, UNUSED)
+    given.forget(UNUSED)
     given.choose("fmt", ["e4m3", "float8_e4m3fn"], "e4m3")
     given.choose("scale_fmt", ["float", "ue8m0"], "float")  # the dtype of scales says it
     block = given.get("weight_block_size", list, [0, 0])
     if len(block) != 2 or not all(type(size) is int and size >= 0 for size in block):
         raise ModelError(f"its quantization_config says weight_block_size {block!r:.40}, and should say two sizes")
-    ignored = "ignored_layers" if settings.get("modules_to_not_convert") is None else "modules_to_not_convert"
-    scheme = Scheme(
-        given.unless(ignored, ScaledLayer((block[0], block[1]), "weight_scale_inv")),
-        packs=False,
-        unused=frozenset({"input_scale", "activation_scale"}),
-    )
-    given.check_all_used()
-    return scheme
+    ignored = "modules_to_not_convert" if "modules_to_not_convert" in given else "ignored_layers"
+    layer = given.unless(ignored, ScaledLayer((block[0], block[1]), "weight_scale_inv"))
+    return Scheme(layer, packs=False, unused=frozenset({"input_scale", "activation_scale"}))

@@ -55,33 +55,22 @@ class GptqLayer(Layer):
     def read(self, found: Mapping[str, Tensor], outputs: int, inputs: int) -> Matrix:
         """See `Layer`."""
         group = group_of(self.group, inputs)
-        order = order_of(found.get("g_idx"), inputs, group)
-
-        def integers(rows: slice) -> Tensor:
-            whole = fields(found["qweight"][:, rows].T, self.bits)
-            return whole if order is None else whole[:, order]
-
         zeros = fields(found["qzeros"], self.bits).short() + self.less
         if (zeros >> self.bits).any():
             what = f"a zero point is stored as {(1 << self.bits) - 1}, which programs read as 0 or as {1 << self.bits}"
             raise ModelError(f"{what}: take a checkpoint of format gptq_v2")
+        order = order_of(found.get("g_idx"), inputs, group)
+
+        def integers(rows: slice) -> Tensor:
+            return fields(found["qweight"][:, rows].T, self.bits)
+
         return Matrix(self.bits, group, integers, found["scales"].T, zeros.T, order)
 
 
-def gptq(settings: Mapping[str, object]) -> Scheme:
-    """Return what a configuration says.
-
-    Raises:
-        ModelError: settings that are not known, or not read.
-    """
-    given = Settings(settings, UNUSED)
+def gptq(given: Settings) -> Scheme:
+    """Return what a configuration says."""
+    given.forget(UNUSED)
     version = given.choose("format", FORMATS, given.choose("checkpoint_format", FORMATS, FORMATS[0]))
-    bits, group, ordered = (
-        given.choose("bits", WIDTHS),
-        given.get("group_size", int),
-        given.get("desc_act", bool, False),
-    )
-    layer = GptqLayer(bits, group, version == FORMATS[0], ordered)
-    scheme = Scheme(given.unless("modules_to_not_convert", layer), packs=True)
-    given.check_all_used()
-    return scheme
+    bits, group = given.choose("bits", WIDTHS), given.get("group_size", int)
+    layer = GptqLayer(bits, group, version == FORMATS[0], given.get("desc_act", bool, False))
+    return Scheme(given.unless("modules_to_not_convert", layer), packs=True)

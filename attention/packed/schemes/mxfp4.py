@@ -30,13 +30,7 @@ class Mxfp4Layer(Layer):
         return Matrix(4, GROUP, lambda rows: fields(blocks[rows], 4), half_powers(found["scales"]), None, None, FP4)
 
 
-def mxfp4(settings: Mapping[str, object]) -> Scheme:
-    """Return what a configuration says.
-
-    Raises:
-        ModelError: settings that are not known, or not read.
-    """
-    given = Settings(settings, UNUSED)
-    scheme = Scheme(given.unless("modules_to_not_convert", Mxfp4Layer()), packs=True)
-    given.check_all_used()
-    return scheme
+def mxfp4(given: Settings) -> Scheme:
+    """Return what a configuration says."""
+    given.forget(UNUSED)
+    return Scheme(given.unless("modules_to_not_convert", Mxfp4Layer()), packs=True)
