@@ -18,8 +18,15 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from specinfer.attention.compiler import kernels
-from specinfer.attention.torch_private import Value, contiguous, lowering, sizes_of, with_contiguous_rows
+from specinfer.attention.compiler.kernels import FOLDER
+from specinfer.attention.torch_private import (
+    Value,
+    call_of_header,
+    contiguous,
+    lowering,
+    sizes_of,
+    with_contiguous_rows,
+)
 
 aten = torch.ops.aten
 
@@ -150,6 +157,6 @@ def teach_compiler() -> None:
         read = map(with_contiguous_rows, (keys, values))  # views of the cache are read where they are
         given = [contiguous(queries), *read, contiguous(mask)]
         given += [] if of_nodes is None else [contiguous(of_nodes)]
-        function = "attend" if of_nodes is None else "attend_packed"
+        function = f"aoti_torch_specinfer_attend{'' if of_nodes is None else '_packed'}"
         strides = [nodes * heads * size, size, heads * size, 1]
-        return kernels.call("attend", function, given, [rows, heads, nodes, size], [scale], strides)
+        return call_of_header(FOLDER / "attend.h", function, given, [rows, heads, nodes, size], [scale], strides)

@@ -29,13 +29,15 @@ from transformers.cache_utils import Cache
 from specinfer.attention.compiler.attend import inputs_of, keys_of_rows, replace_attention
 from specinfer.attention.compiler.linear import ROUNDED_STATES, packed_shape
 from specinfer.attention.compiler.watch import named_tensors
+from specinfer.attention.forward import Forward
 from specinfer.attention.torch_private import run_time_check, sizes_may_be_one
 
 aten = torch.ops.aten
 # run-time checks of export: equal sizes, more than one row or node, enough slots
 EXPECTED = re.compile(r"expression (Eq\(s\d+, s\d+\)|Ne\(s\d+, 1\)|s\d+ <= s\d+) ")
-# products of the first outputs of a weight, and which argument counts them
-COUNTED = {torch.ops.specinfer.linear_blocks.default: 2, torch.ops.specinfer.packed_linear.default: 2}
+# products of the first outputs of weights; an argument counts them
+COUNTED = torch.ops.specinfer.linear_blocks.default, torch.ops.specinfer.packed_linear.default
+OUTPUTS = 2  # its number
 LARGEST = 1 << 16  # the most integers of one tensor that a graph may hold: constants of the code, not weights
 
 
@@ -69,25 +71,16 @@ class Pass(nn.Module):
 
     Args:
         model: a causal LM.
-        kinds: names of its kinds of layers, in the order of the masks; a single mask is passed without its name.
         aux_layers: the hidden states to return.
-        keeps: whether its forward takes ``logits_to_keep``.
         extra: names of the unusual inputs of its forward.
         vocabulary: how many logits a node has.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        kinds: Sequence[str],
-        aux_layers: Sequence[int],
-        keeps: bool,
-        extra: Sequence[str],
-        vocabulary: int,
-    ) -> None:
+    def __init__(self, model: Forward, aux_layers: Sequence[int], extra: Sequence[str], vocabulary: int) -> None:
         super().__init__()
-        self.model, self.kinds, self.aux_layers, self.keeps, self.extra = model, kinds, aux_layers, keeps, extra
-        self.vocabulary = vocabulary
+        self.model, self.keeps = model.model, model.takes_logits_to_keep
+        self.kinds = sorted(model.spec.windows)  # of layers, in the order of the masks
+        self.aux_layers, self.extra, self.vocabulary = aux_layers, extra, vocabulary
 
     def forward(self, tensors: Tensors) -> tuple[Tensor, ...]:
         """Return logits (B, C, W), and hidden states (B, T, K, H) if layers are named."""
@@ -252,19 +245,24 @@ class _WeightInputs:
     def join(self, states: fx.Node, biased: bool, form: str, group: Sequence[fx.Node]) -> None:
         """Make one product of layers that read the same states, with weights of one form."""
         weights = [self.tensor(inputs_of(node)[1]) for node in group]
-        sizes, dtype = [len(weight) for weight in weights], weights[0].dtype
-        names, *biases = (
-            tuple(self.names[self.key(inputs_of(node)[index])] for node in group) for index in range(1, 2 + biased)
-        )
-        bias = self.input("joined", biases[0], (sum(sizes),), dtype) if biased else None
+        outputs, dtype = [len(weight) for weight in weights], weights[0].dtype
+        shape = sum(outputs), weights[0].shape[1]
+        names, call = self.names_of(group, 1), self.graph.call_function
+        bias = self.input("joined", self.names_of(group, 2), shape[:1], dtype) if biased else None
         with self.graph.inserting_before(group[0]):
-            product = self.product(states, form, names, bias, (sum(sizes), weights[0].shape[1]), dtype)
-            parts = [product]
-            if len(group) > 1:
-                split = self.graph.call_function(aten.split_with_sizes.default, (product, sizes, -1))
-                parts = [self.graph.call_function(operator.getitem, (split, index)) for index in range(len(group))]
-        for node, part in zip(group, parts, strict=True):
-            _replace(node, part)
+            if form == "packed":
+                like = self.input("sizes", (), shape, dtype)
+                packed = self.input(form, names, shape, dtype)
+                product = call(torch.ops.specinfer.linear.default, (states, like, packed, bias))
+            else:
+                if form == ROUNDED_STATES:
+                    states = call(aten.to.dtype, (states, torch.bfloat16))
+                kind = "bf16" if form == ROUNDED_STATES else form
+                of_words = torch.bfloat16 if kind in ("bf16", "rounded") else torch.int32
+                packed = self.input(kind, names, packed_shape(*shape, form), of_words)
+                product = call(torch.ops.specinfer.linear_blocks.default, (states, packed, shape[0], form))
+                product = product if bias is None else call(aten.add.Tensor, (product, bias))
+        self.share(product, outputs, group)
         self.graph.eliminate_dead_code()
 
     def join_packed(self) -> None:
@@ -273,15 +271,21 @@ class _WeightInputs:
         for node in self.graph.find_nodes(op="call_function", target=linear):
             groups.setdefault(inputs_of(node)[0], []).append(node)
         for states, group in groups.items():
-            if len(group) == 1:
-                continue
-            matrices, outputs = ([part for node in group for part in node.args[index]] for index in (1, 2))
+            if len(group) > 1:
+                matrices, outputs = ([part for node in group for part in node.args[index]] for index in (1, 2))
+                with self.graph.inserting_before(group[0]):
+                    product = self.graph.call_function(linear, (states, matrices, outputs))
+                self.share(product, outputs, group)
+
+    def share(self, product: fx.Node, outputs: Sequence[int], group: Sequence[fx.Node]) -> None:
+        """Put parts of a product, of so many outputs each, in the places of layers."""
+        parts = [product]
+        if len(group) > 1:
             with self.graph.inserting_before(group[0]):
-                product = self.graph.call_function(linear, (states, matrices, outputs))
-                parts = self.graph.call_function(aten.split_with_sizes.default, (product, outputs, -1))
-                each = [self.graph.call_function(operator.getitem, (parts, index)) for index in range(len(group))]
-            for node, part in zip(group, each, strict=True):
-                _replace(node, part)
+                split = self.graph.call_function(aten.split_with_sizes.default, (product, outputs, -1))
+                parts = [self.graph.call_function(operator.getitem, (split, index)) for index in range(len(group))]
+        for node, part in zip(group, parts, strict=True):
+            _replace(node, part)
 
     def cut_logits(self) -> None:
         """Make only the logits that are returned, where our kernels make them and later operations treat each alone."""
@@ -293,8 +297,7 @@ class _WeightInputs:
             return
         with self.graph.inserting_before(product):
             size = self.graph.node_copy(inputs_of(returned)[1])
-        outputs = COUNTED[product.target]
-        product.update_arg(outputs, [size] if isinstance(product.args[outputs], list) else size)
+        product.update_arg(OUTPUTS, [size] if isinstance(product.args[OUTPUTS], list) else size)
         _replace(returned, inputs_of(returned)[0])
 
     def embed(self, node: fx.Node, name: str, tensor: Tensor) -> None:
@@ -306,29 +309,6 @@ class _WeightInputs:
             rows.args = (lookup, tensor.dtype)
         _replace(node, self.input("weight", (name,), tuple(tensor.shape), self.stored[name]))
 
-    def product(
-        self,
-        states: fx.Node,
-        form: str,
-        names: tuple[str, ...],
-        bias: fx.Node | None,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-    ) -> fx.Node:
-        """Return states times the weights (N, K) of some names, plus a bias."""
-        outputs, size = shape
-        if form == "packed":
-            like = self.input("sizes", (), shape, dtype)
-            packed = self.input(form, names, shape, dtype)
-            return self.graph.call_function(torch.ops.specinfer.linear.default, (states, like, packed, bias))
-        if form == ROUNDED_STATES:
-            states = self.graph.call_function(aten.to.dtype, (states, torch.bfloat16))
-        kind = "bf16" if form == ROUNDED_STATES else form
-        of_words = torch.bfloat16 if kind in ("bf16", "rounded") else torch.int32
-        packed = self.input(kind, names, packed_shape(outputs, size, form), of_words)
-        product = self.graph.call_function(torch.ops.specinfer.linear_blocks.default, (states, packed, outputs, form))
-        return product if bias is None else self.graph.call_function(aten.add.Tensor, (product, bias))
-
     def input(self, kind: str, names: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> fx.Node:
         """Return the input for a source, one for each."""
         source = Source(kind, names, shape, str(dtype).removeprefix("torch."))
@@ -338,6 +318,10 @@ class _WeightInputs:
             self.last.meta["val"] = self.example.new_empty(source.shape, dtype=dtype)
             self.sources[source] = self.last
         return self.sources[source]
+
+    def names_of(self, layers: Sequence[fx.Node], index: int) -> tuple[str, ...]:
+        """Return the names of one argument of layers."""
+        return tuple(self.names[self.key(inputs_of(node)[index])] for node in layers)
 
     def tensor(self, node: fx.Node) -> Tensor:
         """Return the tensor of a graph's attribute."""

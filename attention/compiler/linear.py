@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.attention.compiler import kernels
+from specinfer.attention.compiler.kernels import FOLDER
 from specinfer.attention.packed.products import is_x86
 from specinfer.attention.torch_private import (
     Size,
     Value,
+    call_of_header,
     contiguous,
     has_packed_products,
     in_memory,
@@ -80,7 +81,7 @@ def forms(weights: Sequence[Tensor], rounded: bool) -> list[str]:
     whole = all(weight.dtype == torch.float32 for weight in weights) or is_x86()
     if rounded:
         return [
-            *(["dynamic_int8"] if packable_dynamic_int8(weights[0]) else []),
+            *(["dynamic_int8"] if fits(weights[0], "dynamic_int8") else []),
             *(["rounded"] if whole and all(fits(weight, "rounded") for weight in weights) else []),
             "packed",
         ]
@@ -100,26 +101,44 @@ def form_of(weight: Tensor, form: str) -> str:
 
 def fits(weight: Tensor, form: str) -> bool:
     """Whether this machine has products for a weight (N, K) in a form, as far as its type and shape tell."""
-    if form == "dynamic_int8":
-        return packable_dynamic_int8(weight)
-    return fits_blocks(weight) if form in IN_FLOAT32 else packable(weight)
+    if weight.device.type != "cpu" or weight.ndim != 2:
+        return False
+    if form == "packed":
+        return has_packed_products(weight.dtype)
+    size, of_kernel = weight.shape[1], weight.dtype in (torch.float32, torch.bfloat16)
+    if form == "dynamic_int8":  # which is fast with AVX512-VNNI
+        fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and _has("avx512_vnni")
+        return fast and of_kernel and size % 4 == 0 and size <= LONGEST
+    return of_kernel and size % 2 == 0
 
 
-def fits_blocks(weight: Tensor) -> bool:
-    """Whether ``kernels/linear.h`` has products for a weight (N, K), as far as its type and shape tell."""
-    is_matrix = weight.device.type == "cpu" and weight.ndim == 2 and weight.shape[1] % 2 == 0
-    return is_matrix and weight.dtype in (torch.float32, torch.bfloat16)
-
-
+@torch.inference_mode()
 def pack(weights: Sequence[Tensor], form: str) -> Tensor:
-    """Return weights (N_i, K) as one packed weight (sum of N_i, K).
+    """Return weights (N_i, K) as one packed weight (sum of N_i, K), of `packed_shape` unless the form is "packed".
 
     Raises:
         ValueError: the form is "bf16", and a number is not a bfloat16 number.
     """
+    if form == "packed":
+        joined = torch.cat([weight.detach() for weight in weights]) if len(weights) > 1 else weights[0].detach()
+        return pack_weight(joined, ROWS[joined.dtype])
+    if form == "bf16" and not all(map(_is_bfloat16, weights)):
+        raise ValueError("not all are bfloat16 numbers any more")
     if form == "dynamic_int8":
-        return pack_dynamic_int8(weights)
-    return pack_whole(weights) if form == "packed" else pack_bf16(weights, rounded=form == "rounded")
+        lines = _rounded_lines(torch.cat([weight.detach().float() for weight in weights]))
+    else:
+        lines = torch.cat([weight.detach().bfloat16() for weight in weights])
+    blocks = functional.pad(lines, (0, 0, 0, -len(lines) % BLOCK)).unflatten(0, (-1, BLOCK))
+    words = blocks if form == "dynamic_int8" else blocks.unflatten(2, (-1, 2))
+    return words.transpose(1, 2).contiguous()
+
+
+def _rounded_lines(weight: Tensor) -> Tensor:
+    """Return outputs of a weight (N, K) as words of 32 bits, (N, K / 4 + 2): rounded numbers, a scale, an offset."""
+    scales = weight.abs().amax(1, keepdim=True).clamp(min=SMALLEST) / 127
+    numbers = (weight / scales).round_().to(torch.int8)
+    offsets = 128 * numbers.sum(1, keepdim=True, dtype=torch.int32)
+    return torch.cat([numbers.view(torch.int32), scales.view(torch.int32), offsets], 1)
 
 
 def packed_shape(outputs: int, size: int, form: str) -> tuple[int, ...]:
@@ -144,50 +163,6 @@ def _is_bfloat16(weight: Tensor) -> bool:
     return torch.equal(weight.bfloat16().to(weight.dtype), weight)
 
 
-def packable(weight: Tensor) -> bool:
-    """Whether this machine has packed products for a weight (N, K) in its own type."""
-    return weight.device.type == "cpu" and weight.ndim == 2 and has_packed_products(weight.dtype)
-
-
-@torch.inference_mode()
-def pack_whole(weights: Sequence[Tensor]) -> Tensor:
-    """Return weights (N_i, K) as one packed weight (sum of N_i, K) of their own type."""
-    joined = torch.cat([weight.detach() for weight in weights]) if len(weights) > 1 else weights[0].detach()
-    return pack_weight(joined, ROWS[joined.dtype])
-
-
-@torch.inference_mode()
-def pack_bf16(weights: Sequence[Tensor], rounded: bool = False) -> Tensor:
-    """Return weights (N_i, K) as one packed weight (blocks, K / 2, 32, 2), bfloat16, as ``kernels/linear.h`` reads it.
-
-    Raises:
-        ValueError: a number is not a bfloat16 number, and none may be rounded.
-    """
-    if not rounded and not all(map(_is_bfloat16, weights)):
-        raise ValueError("not all are bfloat16 numbers any more")
-    joined = torch.cat([weight.detach().bfloat16() for weight in weights])
-    blocks = functional.pad(joined, (0, 0, 0, -len(joined) % BLOCK)).view(-1, BLOCK, joined.shape[1] // 2, 2)
-    return blocks.transpose(1, 2).contiguous()
-
-
-def packable_dynamic_int8(weight: Tensor) -> bool:
-    """Whether products of a weight (N, K) in 8 bits are fast here, which they are with AVX512-VNNI."""
-    fast = torch.backends.cpu.get_cpu_capability().startswith("AVX512") and _has("avx512_vnni")
-    return fits_blocks(weight) and weight.shape[1] % 4 == 0 and weight.shape[1] <= LONGEST and fast
-
-
-@torch.inference_mode()
-def pack_dynamic_int8(weights: Sequence[Tensor]) -> Tensor:
-    """Return weights (N_i, K) as one packed weight, int32: the words of ``kernels/linear.h`` for rounded numbers."""
-    joined = torch.cat([weight.detach().float() for weight in weights])
-    scales = joined.abs().amax(1, keepdim=True).clamp(min=SMALLEST) / 127
-    numbers = (joined / scales).round_().to(torch.int8)
-    offsets = 128 * numbers.sum(1, keepdim=True, dtype=torch.int32)
-    words = torch.cat([numbers.view(torch.int32), scales.view(torch.int32), offsets], 1)
-    blocks = functional.pad(words, (0, 0, 0, -len(words) % BLOCK)).view(-1, BLOCK, words.shape[1])
-    return blocks.transpose(1, 2).contiguous()
-
-
 @cache
 def teach_compiler() -> None:
     """Tell Inductor how to call packed products.
@@ -206,19 +181,22 @@ def teach_compiler() -> None:
     def lower_blocks(states: Value, packed: Value, outputs: Size, form: str) -> Value:
         *before, size = sizes_of(states)
         flat = contiguous(reshaped(states, [-1, size]))
-        function = f"linear_{'bf16' if form == 'rounded' else form}"
-        product = kernels.call("linear", function, [flat, in_memory(packed)], [sizes_of(flat)[0], outputs])
+        function = f"aoti_torch_specinfer_linear_{'bf16' if form == 'rounded' else form}"
+        given = [flat, in_memory(packed)]
+        product = call_of_header(FOLDER / "linear.h", function, given, [sizes_of(flat)[0], outputs])
         return reshaped(product, [*before, outputs])
 
     @lowering(torch.ops.specinfer.packed_linear)
     def lower_packed(states: Value, packed: Sequence[Value], outputs: Sequence[Size]) -> Value:
         *before, size = sizes_of(states)
         flat, width = contiguous(reshaped(states, [-1, size])), sum(outputs)
-        inputs = [flat, *map(in_memory, packed)]
-        return reshaped(kernels.call("packed", "packed_linear", inputs, [sizes_of(flat)[0], width]), [*before, width])
+        function, given = "aoti_torch_specinfer_packed_linear", [flat, *map(in_memory, packed)]
+        product = call_of_header(FOLDER / "packed.h", function, given, [sizes_of(flat)[0], width])
+        return reshaped(product, [*before, width])
 
     @lowering(torch.ops.specinfer.packed_rows)
     def lower_rows(rows: Value, packed: Value, inputs: int) -> Value:
         flat = contiguous(reshaped(rows, [-1]))
-        found = kernels.call("packed", "packed_rows", [flat, in_memory(packed)], [sizes_of(flat)[0], inputs])
+        function, given = "aoti_torch_specinfer_packed_rows", [flat, in_memory(packed)]
+        found = call_of_header(FOLDER / "packed.h", function, given, [sizes_of(flat)[0], inputs])
         return reshaped(found, [*sizes_of(rows), inputs])

@@ -89,8 +89,23 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
     try:
         linear.teach_compiler()
         attend.teach_compiler()
-        (layers, vocabulary), variants = _sizes(model), []
-        graphs, packs = _graphs(model, form, aux_layers, layers, vocabulary, stored)
+        layers, vocabulary = _sizes(model)
+        dtypes = {name: tensor.dtype for name, tensor in named_tensors(stored)}
+
+        def export(packed: bool) -> list[Graph]:
+            found = []
+            for extra in variants_of(model.model):
+                one = exported.Pass(model, aux_layers, sorted(extra), vocabulary).eval()
+                example = _example(model, layers, extra, packed)
+                found.append(exported.export_pass(one, example, partial(form_of, form=form), dtypes))
+            return found
+
+        graphs: list[Graph] = []
+        if model.device.type == "cpu" and model.dtype == torch.float32 and model.spec.implementation == "sdpa":
+            with suppress(Exception):  # of any kind: a model may look at the rows of its cache
+                graphs = export(packed=True)
+        packs, variants = bool(graphs), []
+        graphs = graphs or export(packed=False)
         for number, (extra, (graph, sources)) in enumerate(zip(variants_of(model.model), graphs, strict=True)):
             path = folder / f"pass-{number}.pt2"
             compile_package(graph, path)
@@ -105,33 +120,6 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
     record = {"aux_layers": list(aux_layers), "dtype": dtype, "layers": layers, "vocabulary": vocabulary}
     record |= {"packs": packs, "variants": variants}
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
-
-
-def _graphs(
-    model: TreeModel,
-    form: str,
-    aux_layers: Sequence[int],
-    layers: Sequence[Sequence[int]],
-    vocabulary: int,
-    stored: torch.nn.Module,
-) -> tuple[list[Graph], bool]:
-    """Export a model's passes, packed if they can be; return them, and whether they are."""
-    dtypes = {name: tensor.dtype for name, tensor in named_tensors(stored)}
-
-    def export(packed: bool) -> list[Graph]:
-        found = []
-        for extra in variants_of(model.model):
-            kinds, names = sorted(model.spec.windows), sorted(extra)
-            keeps = model.takes_logits_to_keep
-            one = exported.Pass(model.model, kinds, aux_layers, keeps, names, vocabulary)
-            given = _example(model, layers, extra, packed), partial(form_of, form=form), dtypes
-            found.append(exported.export_pass(one.eval(), *given))
-        return found
-
-    if model.device.type == "cpu" and model.dtype == torch.float32 and model.spec.implementation == "sdpa":
-        with suppress(Exception):  # of any kind: a model may look at the rows of its cache
-            return export(packed=True), True
-    return export(packed=False), False
 
 
 def variants_of(model: object) -> tuple[dict[str, tuple[int, ...]], ...]:

@@ -109,17 +109,12 @@ def _first(
     Raises:
         NotCompiled: there are none, and the last search says why.
     """
-    problem: NotCompiled | None = None
-    for form in found:
-        try:
-            problem = None
+    *others, last = found
+    for form in others:
+        with suppress(NotCompiled):
             if (compiled := find(model, form, aux_layers)) is not None:
                 return compiled
-        except NotCompiled as error:
-            problem = error
-    if problem is not None:
-        raise problem
-    return None
+    return find(model, last, aux_layers)
 
 
 def packages() -> list[Record]:

@@ -30,7 +30,7 @@ import specinfer.attention.compiler.packages as packages
 from specinfer import BestFirst, Chain, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, TreeSession, lay_out_chains, resumed
 from specinfer.attention.check import toy_tree
-from specinfer.attention.compiler.linear import fits, forms, pack, packable_dynamic_int8
+from specinfer.attention.compiler.linear import fits, forms, pack
 from specinfer.attention.compiler.making import check, computing
 from specinfer.attention.compiler.watch import architecture
 from specinfer.attention.passes.compiled import RECORD, CompiledPass
@@ -130,7 +130,7 @@ def test_drafts_multiply_in_8_bits_and_targets_never_do() -> None:
     made = decoder(model, TREE, [draft_for(model)])
     target, head = made.networks
     assert target.ways.fast.form == "packed"
-    assert head.ways.fast.form == ("dynamic_int8" if packable_dynamic_int8(model.lm_head.weight) else "rounded")
+    assert head.ways.fast.form == ("dynamic_int8" if fits(model.lm_head.weight, "dynamic_int8") else "rounded")
     kinds = {source.kind for runner in head.ways.fast.runners.values() for source in runner.sources}
     assert kinds & {"packed", "rounded", "dynamic_int8"} == {head.ways.fast.form}
     assert not {"rounded", "dynamic_int8"} & {
@@ -143,7 +143,7 @@ def test_drafts_multiply_in_8_bits_and_targets_never_do() -> None:
 def test_a_machine_that_is_slow_in_8_bits_does_without(monkeypatch: pytest.MonkeyPatch) -> None:
     slow = {**torch.cpu.get_capabilities(), "avx512_vnni": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: slow)
-    assert not packable_dynamic_int8(torch.zeros(4, 4))
+    assert not fits(torch.zeros(4, 4), "dynamic_int8")
     weights = [weight for weight in float_llama().parameters() if weight.ndim == 2]
     assert "dynamic_int8" not in linear.forms(weights, True)
 

@@ -285,7 +285,7 @@ def test_what_stands_in_the_way_of_compiling_is_an_answer(script, monkeypatch):
     def failing(graph, path):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(making, "_graphs", lambda *given: ([(None, ())], False))
+    monkeypatch.setattr(making.exported, "export_pass", lambda *given: (None, ()))
     monkeypatch.setattr(making, "compile_package", failing)
     monkeypatch.setitem(answers.WAYS, "compiled", {"compile": True})
     with pytest.raises(ModelError, match="cannot be compiled: RuntimeError: no such kernel"):
