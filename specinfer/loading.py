@@ -407,8 +407,8 @@ def _gguf_file() -> Path:
 
 def _make_copy(gguf: Path, copy: Path) -> None:
     """Write model and tokenizer beside `copy`, then rename: `copy` is complete or absent at any time."""
-    from specinfer.checkpoints.dense import make_dense
     from specinfer.checkpoints.gguf import load_gguf
+    from specinfer.checkpoints.rounding import make_dense
 
     copy.parent.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(copy.parent).free) < COPY_BYTES:

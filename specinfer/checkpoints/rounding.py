@@ -1,6 +1,12 @@
-"""Rounding the weights of a model that was loaded, in place: its linear layers become packed ones of fewer bits.
+"""Changing the weights of a model that was loaded, in place: rounded to a few bits and packed, or dense again.
 
-Knows: which weights of a model are rounded.  Does not know: to which numbers, files, products.
+Knows: which weights of a model are rounded, and to which numbers.  Does not know: files, products.
+
+Linear layers are rounded to integers with a float16 scale for 32 inputs each:
+
+    8 bits    integers from -128 to 127; the number of largest magnitude becomes 127 or -127
+    4 bits    integers from -8 to 7; the number of largest magnitude becomes -8, or a little less than it is if the
+              squared error of its group is smaller so
 """
 
 from __future__ import annotations
@@ -8,12 +14,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from specinfer.attention.packed.formats import numbers
+from specinfer.attention.packed.formats import Quantised, numbers
 from specinfer.attention.packed.layout import GROUP, code_of, kind_of, pack, unpack
 from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear, is_packed
-from specinfer.attention.packed.rounding import rounded
 from specinfer.checkpoints.filling import packed_like
 from specinfer.common.memory import LargePages
 from specinfer.common.model_options import ROUNDED
@@ -25,6 +30,7 @@ if TYPE_CHECKING:
 OF_OUTPUTS = 8  # bits that output embeddings keep
 PART = 1024  # rows that are rounded at a time: a multiple of 32
 WORTH = 0.5  # of the parameters must be in layers that are rounded
+TRIED = {8: (-128 / 127,), 4: (1.0, 0.92)}  # by bits: scales, by the one that makes the largest the lowest
 
 
 @torch.no_grad()
@@ -104,3 +110,57 @@ def _check_share(model: PreTrainedModel, form: str) -> None:
     if share < WORTH:
         what = f"only {share:.0%} of its weights are in linear layers with a multiple of {GROUP} inputs"
         raise UnsupportedModel(f"{name} cannot be rounded to {form}: {what}")
+
+
+def rounded(weight: Tensor, bits: int) -> Quantised:
+    """Return a weight (N, K), K a multiple of 32, rounded to integers of 8 or 4 bits.
+
+    Raises:
+        ModelError: a number is none, or is too large for a scale of 16 bits.
+    """
+    groups = weight.detach().float().unflatten(1, (-1, GROUP))
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    lowest = 1 << (bits - 1)
+    exact = torch.where(-low > high, low, high) / -lowest
+    least, scales = torch.full_like(exact, torch.inf), torch.zeros_like(exact)
+    for factor in TRIED[bits]:
+        scale = (exact * factor).half().float()
+        error = torch.addcmul(groups, _integers(groups, scale, lowest), scale, value=-1).norm(dim=-1, keepdim=True)
+        scales = torch.where(error < least, scale, scales)
+        least = torch.minimum(error, least)
+    if not (least.isfinite().all() and scales.isfinite().all()):
+        raise ModelError("it has numbers that no 16 bits can scale, or that are not numbers")
+    integers = (_integers(groups, scales, lowest) + lowest).to(torch.uint8).flatten(1)
+    return Quantised(integers, bits, lowest, None, GROUP, scales.squeeze(-1).half(), None, None, None)
+
+
+def _integers(groups: Tensor, scale: Tensor, lowest: int) -> Tensor:
+    """Return the integers nearest to the numbers of groups divided by their scales; 0 where a scale is 0."""
+    inverse = torch.where(scale == 0, 0, 1 / scale)
+    return (groups * inverse).round_().clamp_(-lowest, lowest - 1)
+
+
+@torch.no_grad()
+def make_dense(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Give a model dense weights in the place of packed ones; all its weights are rounded to a dtype."""
+    weights: dict[int, nn.Parameter] = {}  # by packed matrix, for some are tied
+    for path, module in list(model.named_modules()):
+        if not isinstance(module, PackedLinear | PackedEmbedding):
+            continue
+        if (key := module.packed.data_ptr()) not in weights:
+            parts = unpack(module.packed, module.inputs)
+            weights[key] = nn.Parameter(torch.cat([numbers(part).to(dtype) for part in parts]))
+        with torch.device("meta"):
+            new = _dense_like(module)
+        new.weight = weights[key]
+        if isinstance(module, PackedLinear):
+            new.register_parameter("bias", module.bias)
+        model.set_submodule(path, new.train(module.training))
+    nn.Module.to(model, dtype)
+    model.config.dtype = dtype
+
+
+def _dense_like(module: PackedLinear | PackedEmbedding) -> nn.Linear | nn.Embedding:
+    if isinstance(module, PackedEmbedding):
+        return nn.Embedding(module.num_embeddings, module.embedding_dim)
+    return nn.Linear(module.in_features, module.out_features, module.bias is not None)

@@ -16,9 +16,7 @@ from specinfer.attention.packed import products
 from specinfer.attention.packed.formats import numbers
 from specinfer.attention.packed.layout import GROUP, kind_of, pack, unpack
 from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
-from specinfer.attention.packed.rounding import rounded
-from specinfer.checkpoints.dense import make_dense
-from specinfer.checkpoints.rounding import round_weights
+from specinfer.checkpoints.rounding import make_dense, round_weights, rounded
 from specinfer.decoder import load_draft
 from specinfer.errors import ModelError, UnsupportedModel
 from specinfer.loading import load, rounding_pays
