@@ -71,9 +71,10 @@ def check_memory(needed: int, refusal: Refusal) -> None:
         )
 
 
-def parameter(weight: Tensor) -> nn.Parameter:
-    """Return a weight as a module has it."""
-    return nn.Parameter(weight, requires_grad=False)
+def set_weight(model: PreTrainedModel, name: str, weight: Tensor) -> None:
+    """Give a model one of its weights, by name."""
+    path, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(path), leaf, nn.Parameter(weight, requires_grad=False))
 
 
 def packed_like(module: nn.Module) -> PackedLinear | PackedEmbedding:

@@ -24,7 +24,7 @@ from specinfer.checkpoints.filling import (
     check_shapes,
     finish,
     packed_like,
-    parameter,
+    set_weight,
     split_experts,
     wanted_of,
 )
@@ -110,12 +110,12 @@ def _fill(model: PreTrainedModel, tensors: dict[str, Stored], file: Gguf, keys: 
     pages = LargePages()
     # weights first: a module that takes the place of another one gets its bias then
     for name, stored in sorted(tensors.items(), key=lambda pair: not pair[0].endswith(".weight")):
-        path, _, leaf = name.rpartition(".")
+        path = name.rpartition(".")[0]
         order = _order(path, model.config)
         try:
             if stored.kind in DENSE:
                 weight = dense(stored.kind, stored.rows).view(stored.shape)
-                setattr(model.get_submodule(path), leaf, parameter(weight if order is None else weight[order]))
+                set_weight(model, name, weight if order is None else weight[order])
             else:
                 new = packed_like(model.get_submodule(path))
                 outputs, inputs = stored.shape

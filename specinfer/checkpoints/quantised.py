@@ -19,19 +19,17 @@ from torch import Tensor, nn
 
 from specinfer.attention.packed.layout import pack
 from specinfer.attention.packed.modules import PackedLinear
-from specinfer.attention.packed.schemes.awq import awq
 from specinfer.attention.packed.schemes.base import FLOATS, Expected, Layer, Scheme, Settings, parts
 from specinfer.attention.packed.schemes.compressed import compressed_tensors
-from specinfer.attention.packed.schemes.fp8 import fp8
-from specinfer.attention.packed.schemes.gptq import gptq
-from specinfer.attention.packed.schemes.mxfp4 import mxfp4
+from specinfer.attention.packed.schemes.floats import fp8, mxfp4
+from specinfer.attention.packed.schemes.words import awq, gptq
 from specinfer.checkpoints.filling import (
     HEAD,
     can_finish,
     check_memory,
     check_shapes,
     finish,
-    parameter,
+    set_weight,
     split_experts,
     wanted_of,
 )
@@ -110,8 +108,7 @@ def load_quantised(
     for layer in layers:
         _fill(model, layer, files, pages)
     for name in wanted.keys() - {f"{layer.path}.{leaf}" for layer in layers for leaf in layer.tensors}:
-        path, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(path), leaf, parameter(files.read(name).to(model.dtype)))
+        set_weight(model, name, files.read(name).to(model.dtype))
     finish(model)
     return model.eval()
 
@@ -187,7 +184,7 @@ def _fill(model: PreTrainedModel, given: _Quantised, files: Shards, pages: Large
             {leaf: files.read(f"{path}.{leaf}").view(what.shape) for leaf, what in tensors.items()}, *shape
         )
         if isinstance(found, Tensor):
-            model.get_submodule(path).weight = parameter(found.to(model.dtype))
+            set_weight(model, f"{path}.weight", found.to(model.dtype))
             return
         new = PackedLinear(shape[1], shape[0], f"{path}.bias" in files.tensors, found.order)
         new.packed = pack(parts(found, shape[0]), *shape, pages=pages)

@@ -23,7 +23,7 @@ from specinfer.attention.packed.schemes.base import (
     names,
     order_of,
 )
-from specinfer.attention.packed.schemes.fp8 import ScaledLayer
+from specinfer.attention.packed.schemes.floats import ScaledLayer
 from specinfer.errors import ModelError
 
 FORMATS = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
