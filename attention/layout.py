@@ -113,7 +113,7 @@ def _lay_out(
 def _form(sizes: tuple[int, ...], device: torch.device, width: int, at_end: bool) -> tuple[Layout, np.ndarray | None]:
     """Return the layout of chains of these sizes, and which of their tokens stand where; None: all, in order."""
     rows = _Rows(np.array(sizes, np.int64))
-    order = rows.order(width, at_end)[1].ravel() if width else None
+    order = padded_order(rows.sizes, width, at_end)[1].ravel() if width else None
     return rows.done(np.zeros_like(rows.rows), rows.columns, device, width, at_end), order
 
 
@@ -138,7 +138,7 @@ class _Rows:
         visible = (np.arange(self.ends.shape[1]) <= columns) & (columns < self.ends[self.rows])
         rows, numbers, index = self.rows, self.columns, None
         if width:
-            numbers, index = (each.ravel() for each in self.order(width, at_end))
+            numbers, index = (each.ravel() for each in padded_order(self.sizes, width, at_end))
             rows = np.repeat(np.arange(len(self.sizes)), width)
             tokens, depths = tokens[index], depths[index]
             visible = np.pad(visible[index], ((0, 0), (0, width - visible.shape[1])))
@@ -151,11 +151,22 @@ class _Rows:
         whole = on_device(visible, device), below.view(by_row.shape), of_nodes, self.sizes.tolist()
         return Layout(ids, of_rows, of_columns, *whole, **padding)
 
-    def order(self, width: int, at_end: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return the column, and the node among all, at each place of rows that are padded: (B, width) each."""
-        numbers = (np.arange(width) - (width - self.sizes[:, None]) * at_end) % width
-        nodes = self.starts[:, None] + np.clip(numbers, 0, self.sizes[:, None] - 1)
-        return numbers, np.minimum(nodes, len(self.rows) - 1)
+
+def padded_order(sizes: np.ndarray, width: int, at_end: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return the column, and the node among all, at each place of rows of these sizes that are padded to a width.
+
+    Args:
+        sizes: (B,) of the rows, some of which may have no nodes.
+        width: of all rows.
+        at_end: whether padding comes before a row's nodes.
+
+    Returns:
+        columns and nodes, (B, width) each; the last node of a row is repeated as padding.
+    """
+    numbers = (np.arange(width) - (width - sizes[:, None]) * at_end) % width
+    starts = np.cumsum(sizes) - sizes
+    nodes = starts[:, None] + np.clip(numbers, 0, np.maximum(sizes[:, None] - 1, 0))
+    return numbers, np.minimum(nodes, sizes.sum() - 1)
 
 
 def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.device) -> Layout:

@@ -8,8 +8,7 @@ import platform
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from itertools import filterfalse
-from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 from weakref import ref
 
 import torch
@@ -18,9 +17,8 @@ from transformers import PreTrainedConfig
 
 from specinfer.attention.torch_private import direct_tensors, forward_hooks, global_forward_hooks, modules_of
 
-Name = TypeVar("Name", str, int)
-# of a weight: its name and that of the first one that it is tied to, shape, strides, dtype, device
-Kind: TypeAlias = tuple[Name, Name, torch.Size, tuple[int, ...], torch.dtype, torch.device]
+# of a weight: the number of the first one that it is tied to, shape, strides, dtype, device
+Kind = tuple[int, torch.Size, tuple[int, ...], torch.dtype, torch.device]
 RECORDERS = "transformers.utils.output_capturing"  # its hooks stay after hidden states were asked for, and do nothing
 IGNORED = {  # settings that do not affect a pass, or are compared in another way
     *("training", "architectures", "dtype", "transformers_version", "name_or_path", "_name_or_path", "_commit_hash"),
@@ -36,9 +34,10 @@ def architecture(model: nn.Module) -> list[object]:
         for name, module in model.named_modules()
     ]
     config: Any = model.config
+    names, tensors = zip(*named_tensors(model), strict=True)
     weights = [
-        [name, tied, *([] if name.endswith(".packed") else (shape, strides)), str(dtype), str(device)]
-        for name, tied, shape, strides, dtype, device in _kinds_of(named_tensors(model))
+        [name, names[tied], *([] if name.endswith(".packed") else (shape, strides)), str(dtype), str(device)]
+        for name, (tied, shape, strides, dtype, device) in zip(names, _kinds_of(tensors), strict=True)
     ]  # a packed matrix says itself what it holds
     return [modules, weights, repr(sorted(_settings(config.to_dict()).items()))]
 
@@ -47,12 +46,8 @@ def machine(device: torch.device) -> list[str]:
     """Return what the results and the code of a pass depend on: the processor's instructions, or the GPU's kind."""
     if device.type == "cuda":
         return [torch.cuda.get_device_name(device), torch.version.cuda or ""]
-    kinds = [platform.machine(), platform.system(), torch.backends.cpu.get_cpu_capability()]
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return [*kinds, next(line for line in lines if line.startswith(("flags", "Features")))]
-    except (OSError, StopIteration):
-        return kinds
+    instructions = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
+    return [platform.machine(), platform.system(), torch.backends.cpu.get_cpu_capability(), *instructions]
 
 
 def attentions(model: nn.Module) -> dict[str, object]:
@@ -118,10 +113,7 @@ def _configs(modules: Sequence[nn.Module]) -> list[PreTrainedConfig]:
 
 
 def _state(model: nn.Module) -> list[object]:
-    """Return what a model runs: modules, configurations, patched forwards, attention, hooks, classes, kinds of weights.
-
-    Names of weights are numbers here, which takes less time.
-    """
+    """Return what a model runs: modules, settings, patched forwards, attention, hooks, classes, kinds of weights."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as FUNCTIONS
 
     modules = modules_of(model)
@@ -132,7 +124,7 @@ def _state(model: nn.Module) -> list[object]:
         *(FUNCTIONS.get(config._attn_implementation) for config in configs),
         global_forward_hooks(),
         *((type(module), type(module).forward, *_hooks(module)) for module in modules),
-        *_kinds_of(enumerate(tensor for module in modules for _, tensor in direct_tensors(module))),
+        *_kinds_of(tensor for module in modules for _, tensor in direct_tensors(module)),
     ]
 
 
@@ -146,11 +138,11 @@ def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
 
 
-def _kinds_of(weights: Iterable[tuple[Name, Tensor]]) -> list[Kind[Name]]:
-    first: dict[tuple[int, torch.Size], Name] = {}
+def _kinds_of(weights: Iterable[Tensor]) -> list[Kind]:
+    first: dict[tuple[int, torch.Size], int] = {}
     return [
-        (name, first.setdefault((t.data_ptr(), t.shape), name), t.shape, t.stride(), t.dtype, t.device)
-        for name, t in weights
+        (first.setdefault((t.data_ptr(), t.shape), number), t.shape, t.stride(), t.dtype, t.device)
+        for number, t in enumerate(weights)
     ]
 
 

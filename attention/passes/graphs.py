@@ -121,7 +121,7 @@ class GraphedPass(Pass):
             return self.inner(model, nodes, cache, aux_layers)
         placed, rows = Padded(nodes), len(nodes.sizes)
         cache.stage(nodes.sizes, placed.width)
-        kv_length, columns = cache.kv_length, placed.columns
+        columns = placed.columns
         wanted = None if columns is None else range(columns[0], columns[-1] + 1)
 
         def run(given: Tensors) -> Outputs:
@@ -130,17 +130,13 @@ class GraphedPass(Pass):
             tokens, of_rows, of_columns, visible, depths, of_nodes = (given[name] for name in TENSORS)
             whole = visible, depths, of_nodes, [placed.width] * rows
             padded = Layout(tokens, of_rows, of_columns, *whole, every, extra)
-            with cache.locate(given["lengths"], kv_length):
-                found = self.inner.through(model, padded, self.inner.arranged(padded), cache, aux_layers)
-            return tuple(
-                values.reshape(rows, -1, *values.shape[2:]) for values in found
-            )  # also of one row of all nodes
+            found = self.inner.through(model, padded, self.inner.arranged(padded), cache, aux_layers)
+            # also of one row of all nodes
+            return tuple(values.reshape(rows, -1, *values.shape[2:]) for values in found)
 
-        lengths = on_device(cache.lengths, nodes.tokens.device)
         extra = {name: placed(values).flatten(0, 1) for name, values in nodes.extra.items()}
-        tensors = {**{name: getattr(nodes, name) for name in TENSORS}, "lengths": lengths, **extra}
-        outputs = self.graphs(run, tensors, cache.addresses, (tuple(aux_layers), wanted, kv_length))
-        self.first += self.graphs.is_new
+        tensors = {**{name: getattr(nodes, name) for name in TENSORS}, **extra}
+        outputs = self._replayed(run, tensors, cache, cache.kv_length, (tuple(aux_layers), wanted))
         logits, *states = (output.clone() for output in outputs)
         placed.columns = None if wanted is None else [*wanted]
         return placed.logits(logits), *map(placed.states, states)
@@ -164,19 +160,25 @@ class GraphedPass(Pass):
             kind: of run.
         """
         kv_length = cache.room(slots)
+        if kind not in self.graphs.refused:
+            try:
+                return self._replayed(run, tensors, cache, kv_length, kind)
+            except UnsupportedModel:  # by what is done between the passes, which may wait for the device
+                self.graphs.refused.add(kind)
+        with cache.locate(on_device(cache.lengths, next(iter(tensors.values())).device), kv_length):
+            return run(dict(tensors))
+
+    def _replayed(
+        self, run: Function, tensors: Mapping[str, Tensor], cache: TreeCache, kv_length: int, kind: Hashable
+    ) -> tuple[Tensor, ...]:
+        """Run passes that attend to so many slots, from a graph if there is one; lengths of rows are inputs, too."""
 
         def located(given: Tensors) -> tuple[Tensor, ...]:
             with cache.locate(given["lengths"], kv_length):
                 return run(given)
 
-        given = {**tensors, "lengths": on_device(cache.lengths, next(iter(tensors.values())).device)}
-        if kind in self.graphs.refused:
-            return located(given)
-        try:
-            outputs = self.graphs(located, given, cache.addresses, (kind, kv_length))
-        except UnsupportedModel:  # by what is done between the passes, which may wait for the device
-            self.graphs.refused.add(kind)
-            return located(given)
+        lengths = on_device(cache.lengths, next(iter(tensors.values())).device)
+        outputs = self.graphs(located, {**tensors, "lengths": lengths}, cache.addresses, (kind, kv_length))
         self.first += self.graphs.is_new
         return outputs
 

@@ -12,12 +12,13 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.forward import Forward, Inputs, Outputs
-from specinfer.attention.layout import Columns, Layout, PerNode, Span, attention_mask
+from specinfer.attention.layout import Columns, Layout, PerNode, Span, attention_mask, padded_order
 from specinfer.attention.passes.base import Pass, Result
 from specinfer.attention.torch_private import direct_tensors
 from specinfer.common.tensors import on_device, padded_width
@@ -42,26 +43,21 @@ class Padded:
         at_end = is_end if self.index is None else nodes.at_end
         self.turn = [self.width - size if at_end else 0 for size in sizes]  # padding on the left
         if self.index is None and min(sizes) < self.width:
-            self.index = self._index(nodes.tokens)
+            self.index = self._index(nodes.tokens, at_end)
         shifted = [range(p.start + t, p.stop + t) for p, t in zip(wanted, self.turn, strict=True)] if wanted else None
         self.wanted = shifted
         self.columns = None if shifted is None else sorted({column for part in shifted for column in part})
 
-    def _index(self, tokens: Tensor) -> Tensor:
+    def _index(self, tokens: Tensor, at_end: bool) -> Tensor:
         """Return (B, T), which of the nodes (N,) stands where."""
-        columns, size = torch.arange(self.width, device=tokens.device), self.sizes[0]
-        if size and all(other == size for other in self.sizes):  # nothing has to be told
-            turned = (columns - self.turn[0]) % self.width if self.turn[0] else columns
-            within = turned.clamp_(max=size - 1)[None]
-            return (
-                within
-                if size == len(tokens)
-                else within + torch.arange(0, len(tokens), size, device=tokens.device)[:, None]
-            )
-        starts = [min(start, len(tokens) - 1) for start in (0, *accumulate(self.sizes[:-1]))]  # rows may have no nodes
-        ends = [max(size - 1, 0) for size in self.sizes]
-        first, last, turn = on_device([starts, ends, self.turn], tokens.device)[..., None]
-        return first + torch.minimum((columns - turn) % self.width, last)
+        size = self.sizes[0]
+        if not size or any(other != size for other in self.sizes):
+            return on_device(padded_order(np.array(self.sizes), self.width, at_end)[1], tokens.device)
+        columns = torch.arange(self.width, device=tokens.device)  # nothing has to be told
+        turned = (columns - self.turn[0]) % self.width if self.turn[0] else columns
+        within = turned.clamp_(max=size - 1)[None]
+        starts = torch.arange(0, len(tokens), size, device=tokens.device)
+        return within + starts[:, None] if len(starts) > 1 else within
 
     def __call__(self, values: Tensor) -> Tensor:
         """Return values (N, ...) of nodes as (B, T, ...)."""
