@@ -14,23 +14,11 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.packed.formats import DENSE, Quantised, dense, quantised
-from specinfer.attention.packed.gguf import Gguf, Stored, open_gguf
-from specinfer.attention.packed.layout import pack
+from specinfer.attention.packed.gguf import Stored, open_gguf
 from specinfer.checkpoints.configuration import ROTARY, configuration, ends
-from specinfer.checkpoints.filling import (
-    EMBEDDING,
-    HEAD,
-    check_memory,
-    check_shapes,
-    finish,
-    packed_like,
-    set_weight,
-    split_experts,
-    wanted_of,
-)
+from specinfer.checkpoints.filling import EMBEDDING, HEAD, Filling, packed_like
 from specinfer.checkpoints.keys import Keys
 from specinfer.checkpoints.tokenizer import tokenizer_of
-from specinfer.common.memory import LargePages
 from specinfer.errors import ModelError
 
 if TYPE_CHECKING:
@@ -67,22 +55,26 @@ def load_gguf(path: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrained
         ModelError: it cannot be read or is damaged, has an architecture, a format, a tokenizer, a tensor or a key that
             is not known, or does not fit into memory.
     """
-    from transformers import AutoModelForCausalLM
-
     file = open_gguf(path)
     keys = Keys(file)
     config = configuration(keys, file.tensors)
     tokenizer = tokenizer_of(keys, config.max_position_embeddings)
     stops = ends(keys)
     keys.check_all_used()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if stops:
-        model.generation_config.eos_token_id = stops
     tensors = dict(pair for name, stored in file.tensors.items() if name != ROTARY for pair in _named(name, stored))
-    split_experts(model, tensors)
-    _fill(model, tensors, file, keys)
-    return model.eval(), tokenizer
+    filling = Filling(config, tensors, keys.refusal)
+    if stops:
+        filling.model.generation_config.eos_token_id = stops
+    filling.check_shapes(filling.wanted(), {name: stored.shape for name, stored in tensors.items()})
+    filling.check_memory(sum(map(_bytes, tensors.values())))
+    # weights first: a module that takes the place of another one gets its bias then
+    for name, stored in sorted(tensors.items(), key=lambda pair: not pair[0].endswith(".weight")):
+        try:
+            _fill(filling, name, stored)
+        except ModelError as error:
+            raise keys.refusal(f"{name}: {error}") from error
+        file.release()
+    return filling.finish(), tokenizer
 
 
 def _named(tensor: str, stored: Stored) -> Iterator[tuple[str, Stored]]:
@@ -103,28 +95,16 @@ def _name(tensor: str) -> str:
     return f"{_MODULES[parts[0]]}.{parts[1]}" if len(parts) == 2 and parts[0] in _MODULES else tensor
 
 
-def _fill(model: PreTrainedModel, tensors: dict[str, Stored], file: Gguf, keys: Keys) -> None:
-    """Give a model without memory its weights, and its tables their numbers."""
-    check_shapes(wanted_of(model), {name: stored.shape for name, stored in tensors.items()}, keys.refusal)
-    check_memory(sum(map(_bytes, tensors.values())), keys.refusal)
-    pages = LargePages()
-    # weights first: a module that takes the place of another one gets its bias then
-    for name, stored in sorted(tensors.items(), key=lambda pair: not pair[0].endswith(".weight")):
-        path = name.rpartition(".")[0]
-        order = _order(path, model.config)
-        try:
-            if stored.kind in DENSE:
-                weight = dense(stored.kind, stored.rows).view(stored.shape)
-                set_weight(model, name, weight if order is None else weight[order])
-            else:
-                new = packed_like(model.get_submodule(path))
-                outputs, inputs = stored.shape
-                new.packed = pack(_parts(stored, order), outputs, inputs, pages)
-                model.set_submodule(path, new)
-        except ModelError as error:
-            raise keys.refusal(f"{name}: {error}") from error
-        file.release()
-    finish(model)
+def _fill(filling: Filling, name: str, stored: Stored) -> None:
+    """Give a model one of its weights: dense, or packed."""
+    path = name.rpartition(".")[0]
+    order = _order(path, filling.model.config)
+    if stored.kind in DENSE:
+        weight = dense(stored.kind, stored.rows).view(stored.shape)
+        filling.set(name, weight if order is None else weight[order])
+    else:
+        new = packed_like(filling.model.get_submodule(path))
+        filling.set_packed(path, new, _parts(stored, order), stored.shape)
 
 
 def _bytes(stored: Stored) -> int:

@@ -17,24 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from specinfer.attention.packed.layout import pack
 from specinfer.attention.packed.modules import PackedLinear
 from specinfer.attention.packed.schemes.base import FLOATS, Expected, Layer, Scheme, Settings, parts
 from specinfer.attention.packed.schemes.compressed import compressed_tensors
 from specinfer.attention.packed.schemes.floats import fp8, mxfp4
 from specinfer.attention.packed.schemes.words import awq, gptq
-from specinfer.checkpoints.filling import (
-    HEAD,
-    can_finish,
-    check_memory,
-    check_shapes,
-    finish,
-    set_weight,
-    split_experts,
-    wanted_of,
-)
+from specinfer.checkpoints.filling import HEAD, Filling
 from specinfer.checkpoints.shards import CONSTANTS, Shards
-from specinfer.common.memory import LargePages
 from specinfer.errors import ModelError
 
 if TYPE_CHECKING:
@@ -79,38 +68,32 @@ def load_quantised(
             not fit into memory.  Nothing is decoded before that is known.  Or scales or zero points that a matrix
             cannot have, or another dtype than float32 for packed layers.
     """
-    from transformers import AutoModelForCausalLM
-
     settings = config.quantization_config
     config = copy.deepcopy(config)
     del config.quantization_config  # the model's weights are those of its modules
     files = Shards(folder)
     if any(name.startswith(f"{HEAD}.") for name in files.tensors):
         config.tie_word_embeddings = False
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
-    split_experts(model, files.tensors)
-    if not can_finish(model):
+    filling = Filling(config, files.tensors, files.refusal, **options)
+    if not filling.can_finish():
         return None
     given = Settings(settings)
     scheme = METHODS[settings["quant_method"]](given)
     given.check_all_used()
     if not scheme.packs:
-        model.config.dtype = dtype or usual
-        model.to(model.config.dtype)
+        filling.model.config.dtype = dtype or usual
+        nn.Module.to(filling.model, filling.model.config.dtype)
     elif dtype not in (None, torch.float32):
         advice = "its states are float32, and its integers as files have them: leave dtype out"
         raise files.refusal(f"{dtype} is not possible for it", advice)
-    layers = _layers(model, scheme, files)
-    wanted = _wanted(model, layers, files)
-    _check(model, wanted, scheme, files)
-    pages = LargePages()
+    layers = _layers(filling.model, scheme, files)
+    wanted = _wanted(filling, layers, files)
+    _check(filling, wanted, scheme, files)
     for layer in layers:
-        _fill(model, layer, files, pages)
+        _fill(filling, layer, files)
     for name in wanted.keys() - {f"{layer.path}.{leaf}" for layer in layers for leaf in layer.tensors}:
-        set_weight(model, name, files.read(name).to(model.dtype))
-    finish(model)
-    return model.eval()
+        filling.set(name, files.read(name).to(filling.model.dtype))
+    return filling.finish()
 
 
 class _Quantised(NamedTuple):
@@ -142,9 +125,9 @@ def _layers(model: PreTrainedModel, scheme: Scheme, files: Shards) -> list[_Quan
     return found
 
 
-def _wanted(model: PreTrainedModel, layers: Sequence[_Quantised], files: Shards) -> dict[str, Expected]:
+def _wanted(filling: Filling, layers: Sequence[_Quantised], files: Shards) -> dict[str, Expected]:
     """Return what a checkpoint should hold."""
-    wanted = {name: Expected(FLOATS, shape) for name, shape in wanted_of(model).items()}
+    wanted = {name: Expected(FLOATS, shape) for name, shape in filling.wanted().items()}
     for path, _, (outputs, _), tensors in layers:
         del wanted[f"{path}.weight"]
         wanted |= {f"{path}.{leaf}": what for leaf, what in tensors.items()}
@@ -153,9 +136,10 @@ def _wanted(model: PreTrainedModel, layers: Sequence[_Quantised], files: Shards)
     return wanted
 
 
-def _check(model: PreTrainedModel, wanted: Mapping[str, Expected], scheme: Scheme, files: Shards) -> None:
+def _check(filling: Filling, wanted: Mapping[str, Expected], scheme: Scheme, files: Shards) -> None:
     """Raise `ModelError` unless a checkpoint's tensors are those that are wanted, and fit into memory."""
-    unused = [re.compile(pattern) for pattern in (*(model._keys_to_ignore_on_load_unexpected or ()), CONSTANTS)]
+    ignored = filling.model._keys_to_ignore_on_load_unexpected or ()
+    unused = [re.compile(pattern) for pattern in (*ignored, CONSTANTS)]
     found = {
         name: stored
         for name, stored in files.tensors.items()
@@ -165,18 +149,15 @@ def _check(model: PreTrainedModel, wanted: Mapping[str, Expected], scheme: Schem
     for name in shapes.keys() & wanted.keys():
         if math.prod(shapes[name]) == math.prod(wanted[name].shape) == 1:  # a number has any shape
             shapes[name] = wanted[name].shape
-    check_shapes({name: what.shape for name, what in wanted.items()}, shapes, files.refusal)
+    filling.check_shapes({name: what.shape for name, what in wanted.items()}, shapes)
     for name, what in wanted.items():
         if (dtype := found[name].dtype) not in what.dtypes:
             raise files.refusal(f"{name} is of type {dtype}, and should be {' or '.join(what.dtypes)}")
-    kept = {"I32": 4, "I8": 1, "U8": 1}  # bytes of integers
-    check_memory(
-        sum(math.prod(stored.shape) * kept.get(stored.dtype, model.dtype.itemsize) for stored in found.values()),
-        files.refusal,
-    )
+    kept, others = {"I32": 4, "I8": 1, "U8": 1}, filling.model.dtype.itemsize  # bytes of integers, and of numbers
+    filling.check_memory(sum(math.prod(each.shape) * kept.get(each.dtype, others) for each in found.values()))
 
 
-def _fill(model: PreTrainedModel, given: _Quantised, files: Shards, pages: LargePages) -> None:
+def _fill(filling: Filling, given: _Quantised, files: Shards) -> None:
     """Give a layer its matrix: packed, or as numbers."""
     path, layer, shape, tensors = given
     with _naming(path):
@@ -184,11 +165,10 @@ def _fill(model: PreTrainedModel, given: _Quantised, files: Shards, pages: Large
             {leaf: files.read(f"{path}.{leaf}").view(what.shape) for leaf, what in tensors.items()}, *shape
         )
         if isinstance(found, Tensor):
-            set_weight(model, f"{path}.weight", found.to(model.dtype))
+            filling.set(f"{path}.weight", found.to(filling.model.dtype))
             return
         new = PackedLinear(shape[1], shape[0], f"{path}.bias" in files.tensors, found.order)
-        new.packed = pack(parts(found, shape[0]), *shape, pages=pages)
-        model.set_submodule(path, new)
+        filling.set_packed(path, new, parts(found, shape[0]), shape)
 
 
 @contextmanager

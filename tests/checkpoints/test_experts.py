@@ -209,6 +209,6 @@ def test_files_whose_experts_are_not_the_models_are_refused(
 ) -> None:
     keys, more, message = LIES[lie]
     keys = {name: value for name, value in metadata("qwen3moe", **(EXPERTS | keys)).items() if value is not None}
-    monkeypatch.setattr("specinfer.checkpoints.gguf.pack", None)
+    monkeypatch.setattr("specinfer.checkpoints.filling.pack", None)
     with pytest.raises(ModelError, match=message):
         loading.load(written(tmp_path, keys, tensors(qwen3moe()) | more))

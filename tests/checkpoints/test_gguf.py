@@ -418,7 +418,7 @@ def test_which_file_of_a_folder(tmp_path: Path) -> None:
 def test_a_file_that_does_not_fit_into_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before anything is packed."""
     monkeypatch.setattr("specinfer.checkpoints.filling.free_bytes", lambda: 1000.0)
-    monkeypatch.setattr("specinfer.checkpoints.gguf.pack", None)
+    monkeypatch.setattr("specinfer.checkpoints.filling.pack", None)
     with pytest.raises(ModelError, match=r"its weights need 0\.0 GB of memory, and 0\.0 GB are free: end other"):
         load_gguf(written(tmp_path))
 
@@ -458,7 +458,7 @@ def test_the_command_line_refuses_files_in_one_line(
 ) -> None:
     """Before anything is packed."""
     (tmp_path / "m.gguf").write_bytes(changed(name))
-    monkeypatch.setattr("specinfer.checkpoints.gguf.pack", None)
+    monkeypatch.setattr("specinfer.checkpoints.filling.pack", None)
     if not name:
         monkeypatch.setattr("specinfer.checkpoints.filling.free_bytes", lambda: 1000.0)
     arguments = ["generate", "aa", "--target", str(tmp_path / "m.gguf"), "--draft", "ngram"]

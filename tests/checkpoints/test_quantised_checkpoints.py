@@ -233,7 +233,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_is_packed(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "refused" in request.node.name:
-        monkeypatch.setattr("specinfer.checkpoints.quantised.pack", None)
+        monkeypatch.setattr("specinfer.checkpoints.filling.pack", None)
 
 
 def changed(folder: Path, settings: Any) -> None:
@@ -352,7 +352,7 @@ def test_the_command_line_reads_them_too(sound: Path, monkeypatch: pytest.Monkey
     changed(sound, AWQ)
     command = "generate", "aa", "--raw", "--max-new-tokens", "4"
     assert call(*command)[0] in (None, 0)
-    monkeypatch.setattr("specinfer.checkpoints.quantised.pack", None)
+    monkeypatch.setattr("specinfer.checkpoints.filling.pack", None)
     changed(sound, AWQ | {"bits": 3})
     code, told = call(*command)
     assert code == 2
@@ -381,7 +381,7 @@ def test_the_command_line_refuses_folders_in_one_line(
         (tmp_path / name).unlink()
     else:
         monkeypatch.setattr("specinfer.checkpoints.filling.free_bytes", lambda: 1000.0)
-    monkeypatch.setattr("specinfer.checkpoints.quantised.pack", None)
+    monkeypatch.setattr("specinfer.checkpoints.filling.pack", None)
     monkeypatch.setattr("sys.argv", ["specinfer", "generate", "aa", "--target", str(tmp_path), "--draft", "ngram"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
