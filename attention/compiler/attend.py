@@ -1,7 +1,7 @@
 """Attention in compiled passes: one kernel for all trees on a CPU, grouped queries elsewhere.
 
-Knows: attention in an exported graph, our kernel (``kernels/attend.h``), how a compiled pass calls it.
-Does not know: models, weights, masks' meaning.
+Knows: attention in an exported graph, what our kernel (``kernels/attend.h``) computes.
+Does not know: models, weights, masks' meaning, how a compiled pass calls the kernel.
 
 Models copy a key for every query that reads it (transformers' `repeat_kv`).  Neither form does:
 
@@ -11,22 +11,11 @@ Models copy a key for every query that reads it (transformers' `repeat_kv`).  Ne
 """
 
 import operator
-from functools import cache
 from math import sqrt
 
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-from specinfer.attention.compiler.kernels import FOLDER
-from specinfer.attention.torch_private import (
-    Value,
-    call_of_header,
-    contiguous,
-    lowering,
-    sizes_of,
-    with_contiguous_rows,
-)
 
 aten = torch.ops.aten
 
@@ -144,19 +133,3 @@ def _same_shape(node: fx.Node) -> fx.Node:
     while node.target is aten.slice.Tensor and node.meta["val"].shape == inputs_of(node)[0].meta["val"].shape:
         node = inputs_of(node)[0]
     return node
-
-
-@cache
-def teach_compiler() -> None:
-    """Tell Inductor how to call our kernel, which becomes a part of the compiled code."""
-
-    @lowering(torch.ops.specinfer.attend)
-    def lower(queries: Value, keys: Value, values: Value, mask: Value, of_nodes: "Value | None", scale: float) -> Value:
-        rows, heads, nodes, _ = sizes_of(queries)
-        size = sizes_of(values)[3]
-        read = map(with_contiguous_rows, (keys, values))  # views of the cache are read where they are
-        given = [contiguous(queries), *read, contiguous(mask)]
-        given += [] if of_nodes is None else [contiguous(of_nodes)]
-        function = f"aoti_torch_specinfer_attend{'' if of_nodes is None else '_packed'}"
-        strides = [nodes * heads * size, size, heads * size, 1]
-        return call_of_header(FOLDER / "attend.h", function, given, [rows, heads, nodes, size], [scale], strides)

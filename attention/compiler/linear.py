@@ -1,6 +1,6 @@
 """Products of a few states with weights packed once, as compiled passes multiply them on a CPU.
 
-Knows: the forms that weights are packed in, how a compiled pass calls their products.  Does not know: models, graphs.
+Knows: the forms that weights are packed in.  Does not know: models, graphs, how a compiled pass calls products.
 
 `torch.nn.Linear` repacks its weight in every product.  Weights in these forms are packed once:
 
@@ -21,27 +21,13 @@ of integers are packed by another layout: see `packed.layout`.
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from specinfer.attention.compiler.kernels import FOLDER
 from specinfer.attention.packed.products import is_x86
-from specinfer.attention.torch_private import (
-    Size,
-    Value,
-    call_of_header,
-    contiguous,
-    has_packed_products,
-    in_memory,
-    lowering,
-    pack_weight,
-    packed_product,
-    reshaped,
-    sizes_of,
-)
+from specinfer.attention.torch_private import has_packed_products, pack_weight
 
 ROUNDED_STATES = "bf16_states"  # of models; it is the graph that rounds, and its weights are packed as bf16
 IN_FLOAT32 = ("bf16", ROUNDED_STATES, "rounded", "dynamic_int8")  # in these passes are float32, whatever the weights
@@ -161,42 +147,3 @@ def _has(capability: str) -> bool:
 
 def _is_bfloat16(weight: Tensor) -> bool:
     return torch.equal(weight.bfloat16().to(weight.dtype), weight)
-
-
-@cache
-def teach_compiler() -> None:
-    """Tell Inductor how to call packed products.
-
-    They take any number of states; new packages are compared with plain passes of many sizes.  ``kernels/linear.h``
-    becomes a part of the compiled code.
-    """
-
-    @lowering(torch.ops.specinfer.linear)
-    def lower(states: Value, like: Value, packed: Value, bias: "Value | None") -> Value:
-        *before, size = sizes_of(states)
-        product = packed_product(reshaped(states, [-1, size]), packed, like, bias)
-        return reshaped(product, [*before, sizes_of(like)[0]])
-
-    @lowering(torch.ops.specinfer.linear_blocks)
-    def lower_blocks(states: Value, packed: Value, outputs: Size, form: str) -> Value:
-        *before, size = sizes_of(states)
-        flat = contiguous(reshaped(states, [-1, size]))
-        function = f"aoti_torch_specinfer_linear_{'bf16' if form == 'rounded' else form}"
-        given = [flat, in_memory(packed)]
-        product = call_of_header(FOLDER / "linear.h", function, given, [sizes_of(flat)[0], outputs])
-        return reshaped(product, [*before, outputs])
-
-    @lowering(torch.ops.specinfer.packed_linear)
-    def lower_packed(states: Value, packed: Sequence[Value], outputs: Sequence[Size]) -> Value:
-        *before, size = sizes_of(states)
-        flat, width = contiguous(reshaped(states, [-1, size])), sum(outputs)
-        function, given = "aoti_torch_specinfer_packed_linear", [flat, *map(in_memory, packed)]
-        product = call_of_header(FOLDER / "packed.h", function, given, [sizes_of(flat)[0], width])
-        return reshaped(product, [*before, width])
-
-    @lowering(torch.ops.specinfer.packed_rows)
-    def lower_rows(rows: Value, packed: Value, inputs: int) -> Value:
-        flat = contiguous(reshaped(rows, [-1]))
-        function, given = "aoti_torch_specinfer_packed_rows", [flat, in_memory(packed)]
-        found = call_of_header(FOLDER / "packed.h", function, given, [sizes_of(flat)[0], inputs])
-        return reshaped(found, [*sizes_of(rows), inputs])

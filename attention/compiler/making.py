@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.check import toy_tree
-from specinfer.attention.compiler import attend, exported, linear
+from specinfer.attention.compiler import exported
+from specinfer.attention.compiler.kernels import teach_compiler
 from specinfer.attention.compiler.linear import IN_FLOAT32, ROUNDED_STATES, form_of
 from specinfer.attention.compiler.watch import altered, named_tensors
 from specinfer.attention.layout import Columns, Layout, lay_out_chains, lay_out_trees
@@ -87,8 +88,7 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
     if model.spec.implementation == "flex_attention":
         raise NotCompiled("flex attention's masks are not tensors")
     try:
-        linear.teach_compiler()
-        attend.teach_compiler()
+        teach_compiler()
         layers, vocabulary = _sizes(model)
         dtypes = {name: tensor.dtype for name, tensor in named_tensors(stored)}
 
@@ -111,8 +111,6 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
             compile_package(graph, path)
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             variants.append({"extra": sorted(extra), "file": path.name, "sha256": digest, "sources": sources})
-    except NotCompiled:
-        raise
     except Exception as error:  # of any kind: torch cannot trace or compile some models
         reason = shorten(f"{type(error).__name__}: {error}", 200)
         raise NotCompiled(f"{model.name} cannot be compiled: {reason}") from error

@@ -15,13 +15,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from threading import RLock
 from weakref import WeakKeyDictionary
 
 import torch
 import transformers
+from filelock import FileLock
 
 from specinfer.attention import TreeModel, resumed
 from specinfer.attention.compiler import kernels
@@ -75,9 +75,9 @@ def offer(model: TreeModel, aux_layers: Sequence[int], mode: bool | str, rounded
             found = forms([weight for weight in model.model.parameters() if weight.ndim == 2], rounded)
             may_fail = rounded or found[0] == ROUNDED_STATES  # and then it does so again
             known = found if may_fail or mode is not True else found[:1]
-            compiled = _first(partial(_usable, anew=mode is True), model, aux_layers, known)
+            compiled = _first(lambda form: _usable(model, form, aux_layers, anew=mode is True), known)
             if mode is True and compiled is None:
-                compiled = _first(_made, model, aux_layers, found)
+                compiled = _first(lambda form: _made(model, form, aux_layers), found)
         except (OSError, RuntimeError) as error:  # no access to the folder, no home
             raise NotCompiled(f"packages cannot be looked for ({error})") from error
     if compiled is None:
@@ -101,20 +101,18 @@ def _why_never(model: TreeModel) -> str:
     return ""
 
 
-def _first(
-    find: Callable[..., CompiledPass | None], model: TreeModel, aux_layers: Sequence[int], found: Sequence[str]
-) -> CompiledPass | None:
+def _first(find: Callable[[str], CompiledPass | None], tried: Sequence[str]) -> CompiledPass | None:
     """Return the first passes found, with weights in one of these forms.
 
     Raises:
         NotCompiled: there are none, and the last search says why.
     """
-    *others, last = found
+    *others, last = tried
     for form in others:
         with suppress(NotCompiled):
-            if (compiled := find(model, form, aux_layers)) is not None:
+            if (compiled := find(form)) is not None:
                 return compiled
-    return find(model, last, aux_layers)
+    return find(last)
 
 
 def packages() -> list[Record]:
@@ -148,16 +146,10 @@ def remove_packages() -> int:
 
 def package_of(model: TreeModel, form: str) -> Path:
     """Return the folder that a model's package is in, or would be, with weights in a form."""
-    parts = [
-        FORMAT,
-        COMPILER_OPTIONS,
-        torch.__version__,
-        transformers.__version__,
-        machine(model.device),
-        architecture(model.model),
-    ]
-    parts += [kernels.source()] if model.device.type == "cpu" else []
-    digest = hashlib.sha256(json.dumps([*parts, form, str(model.dtype)]).encode()).hexdigest()
+    versions = [FORMAT, COMPILER_OPTIONS, torch.__version__, transformers.__version__]
+    sources = [kernels.source()] if model.device.type == "cpu" else []
+    parts = [*versions, machine(model.device), architecture(model.model), *sources, form, str(model.dtype)]
+    digest = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     return packages_folder() / f"{model.name}-{digest[:16]}"
 
 
@@ -191,8 +183,6 @@ def _usable(model: TreeModel, form: str, aux_layers: Sequence[int], anew: bool =
 
 def _made(model: TreeModel, form: str, aux_layers: Sequence[int]) -> CompiledPass:
     """Make a package, compare it with the plain model, and move it to where it will be found."""
-    from filelock import FileLock
-
     folder = package_of(model, form)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -147,6 +147,7 @@ class CompiledPass(TensorPass):
         columns = inputs.get("logits_to_keep")
         extra = {name: inputs[name] for name in sorted(inputs.keys() - USUAL)}
         masks = [masks] if isinstance(masks, Tensor) else [masks[kind] for kind in self.kinds]
+        words = min(inputs.get("words", self.vocabulary), self.vocabulary)
         cache.open_layers(self.layers, self.dtype, ids.device)
         tensors = exported.Tensors(
             ids,
@@ -155,9 +156,7 @@ class CompiledPass(TensorPass):
             masks,
             inputs["cache_slots"] if self.packs else cache.staged(ids.device),
             torch.arange(ids.shape[1], device=ids.device) if columns is None else columns,
-            torch.empty(
-                min(inputs.get("words", self.vocabulary), self.vocabulary), dtype=torch.uint8, device=ids.device
-            ),
+            torch.empty(words, dtype=torch.uint8, device=ids.device),
             *cache.buffers(),
             [value.to(self.dtype) for value in extra.values()],
         )
