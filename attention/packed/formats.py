@@ -21,14 +21,6 @@ from torch import Tensor
 from specinfer.errors import ModelError
 
 
-class Kind(NamedTuple):
-    """How a format stores a row: its number in GGUF files, and the size of a block."""
-
-    id: int
-    inputs: int  # weights of a block
-    size: int  # bytes of a block
-
-
 class Quantised(NamedTuple):
     """The numbers of a matrix (N, K): scale * (T[integer] - zero) + minimum, T being the identity without values.
 
@@ -42,32 +34,21 @@ class Quantised(NamedTuple):
     values: tuple[int, ...] | None  # what the 16 integers of 4 bits stand for, where not for themselves
     group: int  # inputs that share a factor, or else a scale: 16 or 32; with float32 scales 32 times a power of two
     scale: Tensor  # (N, K / span) float16 or float32
-    factor: Tensor | None  # (N, K / group) int16: integers, of either sign, that multiply the scale
-    minimum: Tensor | None  # (N, K / span) float16, with the sign it is added with
-    minimum_factor: Tensor | None  # (N, K / group) int16
+    factor: Tensor | None = None  # (N, K / group) int16: integers, of either sign, that multiply the scale
+    minimum: Tensor | None = None  # (N, K / span) float16, with the sign it is added with
+    minimum_factor: Tensor | None = None  # (N, K / group) int16
+
+
+class Kind(NamedTuple):
+    """How a format stores a row: its number in GGUF files, the size of a block, and what takes blocks apart."""
+
+    id: int
+    inputs: int  # weights of a block
+    size: int  # bytes of a block
+    read: Callable[[Tensor], Quantised] | None = None  # blocks (N, blocks, bytes) uint8; None: numbers as they are
 
 
 DENSE = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-KINDS = {
-    "F32": Kind(0, 1, 4),
-    "F16": Kind(1, 1, 2),
-    "Q4_0": Kind(2, 32, 18),
-    "Q4_1": Kind(3, 32, 20),
-    "Q5_0": Kind(6, 32, 22),
-    "Q5_1": Kind(7, 32, 24),
-    "Q8_0": Kind(8, 32, 34),
-    "Q2_K": Kind(10, 256, 84),
-    "Q3_K": Kind(11, 256, 110),
-    "Q4_K": Kind(12, 256, 144),
-    "Q5_K": Kind(13, 256, 176),
-    "Q6_K": Kind(14, 256, 210),
-    "IQ4_NL": Kind(20, 32, 18),
-    "IQ4_XS": Kind(23, 256, 136),
-    "BF16": Kind(30, 1, 2),
-    "TQ1_0": Kind(34, 256, 54),
-    "TQ2_0": Kind(35, 256, 66),
-    "MXFP4": Kind(39, 32, 17),
-}
 _IQ4 = -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113
 FP4 = 0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12  # twice the numbers of E2M1
 
@@ -82,10 +63,10 @@ def quantised(kind: str, rows: Tensor) -> Quantised:
     Raises:
         ModelError: no such format, or a scale or minimum that is no number.
     """
-    if kind not in _READERS:
-        raise ModelError(f"weights of format {kind!r:.40} are not read: take a file with {', '.join(_READERS)} alone")
-    blocks = rows.view(len(rows), -1, KINDS[kind].size)
-    found = _READERS[kind](blocks)
+    if kind not in KINDS or (read := KINDS[kind].read) is None:
+        others = ", ".join(name for name in KINDS if name not in DENSE)
+        raise ModelError(f"weights of format {kind!r:.40} are not read: take a file with {others} alone")
+    found = read(rows.view(len(rows), -1, KINDS[kind].size))
     if not all(part.isfinite().all() for part in (found.scale, found.minimum) if part is not None):
         raise ModelError(f"a scale of {kind} is not a number, so texts would be wrong: get the file again")
     flat = (part.reshape(len(rows), -1) if isinstance(part, Tensor) else part for part in found)
@@ -148,16 +129,16 @@ def _single(blocks: Tensor, bits: int, zero: int, minimum: bool, values: tuple[i
     if bits == 5:  # bit i of 32 is the input's
         integers |= _split(blocks[..., at : at + 4], 1).transpose(-1, -2).flatten(-2) << 4
     least = _half(blocks, 2) if minimum else None
-    return Quantised(integers, bits, zero, values, 32, _half(blocks, 0), None, least, None)
+    return Quantised(integers, bits, zero, values, 32, _half(blocks, 0), None, least)
 
 
 def _q8_0(blocks: Tensor) -> Quantised:
-    return Quantised(blocks[..., 2:] ^ 128, 8, 128, None, 32, _half(blocks, 0), None, None, None)
+    return Quantised(blocks[..., 2:] ^ 128, 8, 128, None, 32, _half(blocks, 0))
 
 
 def _mxfp4(blocks: Tensor) -> Quantised:
     integers = _split(blocks[..., 1:], 4).flatten(-2)
-    return Quantised(integers, 4, 0, FP4, 32, half_powers(blocks[..., :1]), None, None, None)
+    return Quantised(integers, 4, 0, FP4, 32, half_powers(blocks[..., :1]))
 
 
 def _q2_k(blocks: Tensor) -> Quantised:
@@ -172,7 +153,7 @@ def _q3_k(blocks: Tensor) -> Quantised:
     integers = _split(blocks[..., 32:96].unflatten(-1, (2, 32)), 2).flatten(-3)
     integers |= _split(blocks[..., :32], 1).flatten(-2) << 2
     factors = _split(blocks[..., 96:104], 4).flatten(-2) | _split(blocks[..., 104:108], 2).flatten(-2) << 4
-    return Quantised(integers, 3, 4, None, 16, _half(blocks, 108), factors.short() - 32, None, None)
+    return Quantised(integers, 3, 4, None, 16, _half(blocks, 108), factors.short() - 32)
 
 
 def _q45_k(blocks: Tensor, bits: int) -> Quantised:
@@ -191,7 +172,7 @@ def _q6_k(blocks: Tensor) -> Quantised:
     integers = _split(blocks[..., :128].unflatten(-1, (2, 64)), 4).flatten(-3)
     integers |= _split(blocks[..., 128:192].unflatten(-1, (2, 32)), 2).flatten(-3) << 4
     factor = blocks[..., 192:208].view(torch.int8).short()
-    return Quantised(integers, 6, 32, None, 16, _half(blocks, 208), factor, None, None)
+    return Quantised(integers, 6, 32, None, 16, _half(blocks, 208), factor)
 
 
 def _iq4_xs(blocks: Tensor) -> Quantised:
@@ -200,7 +181,7 @@ def _iq4_xs(blocks: Tensor) -> Quantised:
     high = _split(blocks[..., 2:4], 2).transpose(-1, -2).flatten(-2)
     integers = _split(blocks[..., 8:].unflatten(-1, (8, 16)), 4).flatten(-3)
     factor = (low | high << 4).short() - 32
-    return Quantised(integers, 4, 0, _IQ4, 32, _half(blocks, 0), factor, None, None)
+    return Quantised(integers, 4, 0, _IQ4, 32, _half(blocks, 0), factor)
 
 
 def _tq1_0(blocks: Tensor) -> Quantised:
@@ -209,28 +190,31 @@ def _tq1_0(blocks: Tensor) -> Quantised:
     parts = (blocks[..., None, :32], powers), (blocks[..., None, 32:48], powers), (blocks[..., None, 48:52], powers[:4])
     moved = torch.cat([(octets * each).flatten(-2) for octets, each in parts], -1)
     integers = (moved.short() * 3 >> 8).byte()
-    return Quantised(integers, 2, 1, None, 256, _half(blocks, 52).float(), None, None, None)
+    return Quantised(integers, 2, 1, None, 256, _half(blocks, 52).float())
 
 
 def _tq2_0(blocks: Tensor) -> Quantised:
     integers = _split(blocks[..., :64].unflatten(-1, (2, 32)), 2).flatten(-3)
-    return Quantised(integers, 2, 1, None, 256, _half(blocks, 64).float(), None, None, None)
+    return Quantised(integers, 2, 1, None, 256, _half(blocks, 64).float())
 
 
-_READERS: dict[str, Callable[[Tensor], Quantised]] = {
-    "Q4_0": lambda blocks: _single(blocks, 4, 8, minimum=False),
-    "Q4_1": lambda blocks: _single(blocks, 4, 0, minimum=True),
-    "Q5_0": lambda blocks: _single(blocks, 5, 16, minimum=False),
-    "Q5_1": lambda blocks: _single(blocks, 5, 0, minimum=True),
-    "Q8_0": _q8_0,
-    "Q2_K": _q2_k,
-    "Q3_K": _q3_k,
-    "Q4_K": lambda blocks: _q45_k(blocks, 4),
-    "Q5_K": lambda blocks: _q45_k(blocks, 5),
-    "Q6_K": _q6_k,
-    "IQ4_NL": lambda blocks: _single(blocks, 4, 0, minimum=False, values=_IQ4),
-    "IQ4_XS": _iq4_xs,
-    "TQ1_0": _tq1_0,
-    "TQ2_0": _tq2_0,
-    "MXFP4": _mxfp4,
+KINDS = {
+    "F32": Kind(0, 1, 4),
+    "F16": Kind(1, 1, 2),
+    "Q4_0": Kind(2, 32, 18, lambda blocks: _single(blocks, 4, 8, minimum=False)),
+    "Q4_1": Kind(3, 32, 20, lambda blocks: _single(blocks, 4, 0, minimum=True)),
+    "Q5_0": Kind(6, 32, 22, lambda blocks: _single(blocks, 5, 16, minimum=False)),
+    "Q5_1": Kind(7, 32, 24, lambda blocks: _single(blocks, 5, 0, minimum=True)),
+    "Q8_0": Kind(8, 32, 34, _q8_0),
+    "Q2_K": Kind(10, 256, 84, _q2_k),
+    "Q3_K": Kind(11, 256, 110, _q3_k),
+    "Q4_K": Kind(12, 256, 144, lambda blocks: _q45_k(blocks, 4)),
+    "Q5_K": Kind(13, 256, 176, lambda blocks: _q45_k(blocks, 5)),
+    "Q6_K": Kind(14, 256, 210, _q6_k),
+    "IQ4_NL": Kind(20, 32, 18, lambda blocks: _single(blocks, 4, 0, minimum=False, values=_IQ4)),
+    "IQ4_XS": Kind(23, 256, 136, _iq4_xs),
+    "BF16": Kind(30, 1, 2),
+    "TQ1_0": Kind(34, 256, 54, _tq1_0),
+    "TQ2_0": Kind(35, 256, 66, _tq2_0),
+    "MXFP4": Kind(39, 32, 17, _mxfp4),
 }

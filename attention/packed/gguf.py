@@ -209,10 +209,10 @@ class _Header:
             kind = _OTHERS.get(number, f"number {number}")
             advice = f"take a file with {', '.join(KINDS)} alone, such as Q4_K_M"
             self.refuse(f"tensor {name!r:.80} has format {kind}, which is not read", advice)
-        _, inputs, size = KINDS[_NAMES[number]]
-        if 0 in shape or shape[-1] % inputs:
+        form = KINDS[_NAMES[number]]
+        if 0 in shape or shape[-1] % form.inputs:
             self.refuse(f"tensor {name!r:.80} of {_NAMES[number]} has shape {shape}, which cuts a block")
-        row = shape[-1] // inputs * size
+        row = shape[-1] // form.inputs * form.size
         count = math.prod(shape[:-1]) * row
         if start + count > self.size:
             self.refuse(f"tensor {name!r:.80} ends at byte {start + count}, and the file at {self.size}")

@@ -38,11 +38,16 @@ ENTRY = 16  # bytes of a block in the head
 SHIFTED = 128  # is added to the numbers of a table
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}  # lowest bits first
 NARROW = 1 << 24  # stands in the head, by the kind: products round states to a byte
+INTEGERS = "factor", "minimum_factor"  # fields that hold integers
 HALF, FACTORS, SINGLE = range(3)  # scales: float16; float16 times integers; float32 for a span
-BEFORE = {  # what stands before a span, and before a group: scales and minima, or factors of either
-    HALF: ((), (torch.float16, torch.float16)),
-    FACTORS: ((torch.float16, torch.float16), (torch.int8, torch.int8)),
-    SINGLE: ((torch.float32, torch.float16), ()),
+BEFORE: dict[int, tuple[dict[str, torch.dtype], dict[str, torch.dtype]]] = {
+    # fields of `Quantised` before a span, and before a group; the latter of two are there if there are minima
+    HALF: ({}, {"scale": torch.float16, "minimum": torch.float16}),
+    FACTORS: (
+        {"scale": torch.float16, "minimum": torch.float16},
+        {"factor": torch.int8, "minimum_factor": torch.int8},
+    ),
+    SINGLE: ({"scale": torch.float32, "minimum_factor": torch.float16}, {}),
 }
 
 
@@ -194,14 +199,9 @@ def _by_blocks(values: Tensor) -> Tensor:
 def _scales(part: Quantised) -> tuple[list[Tensor], list[Tensor], int]:
     """Return what stands before a span and before a group, as `BEFORE` has it, and the inputs of a span."""
     kind, span = _span(part)
-    pairs = {
-        HALF: ((), (part.scale, part.minimum)),
-        FACTORS: ((part.scale, part.minimum), (part.factor, part.minimum_factor)),
-        SINGLE: ((part.scale, part.minimum_factor), ()),
-    }[kind]
     of_spans, of_groups = (
-        [values.to(dtype) for values, dtype in zip(pair, dtypes, strict=True) if values is not None]
-        for pair, dtypes in zip(pairs, BEFORE[kind], strict=True)
+        [values.to(dtype) for name, dtype in fields.items() if (values := getattr(part, name)) is not None]
+        for fields in BEFORE[kind]
     )
     return of_spans, of_groups, span
 
@@ -242,23 +242,20 @@ def _parts(blocks: Tensor, code: int, inputs: int, outputs: int) -> Quantised:
     if code >> 6 & 1:
         values, zero = tuple((blocks[0, :16].int() - SHIFTED).tolist()), 0
         blocks = blocks[:, LINE:]
-    of_spans, of_groups = (dtypes[: 1 + minimum] for dtypes in BEFORE[scales])
-    widths = [BLOCK * dtype.itemsize for dtype in of_spans]  # bytes before a span
-    each = [BLOCK * dtype.itemsize * (1 + halves) for dtype in of_groups]  # bytes before a group
+    of_spans, of_groups = ([*fields.items()][: 1 + minimum] for fields in BEFORE[scales])
+    widths = [BLOCK * dtype.itemsize for _, dtype in of_spans]  # bytes before a span
+    each = [BLOCK * dtype.itemsize * (1 + halves) for _, dtype in of_groups]  # bytes before a group
     size = sum(each) + 2 * LINE * bits
     found = blocks[:, : groups // span * sum(widths) + groups * size].reshape(len(blocks), groups // span, -1)
     *spans, found = found.split([*widths, span * size], 2)
     *before, lines = found.reshape(len(blocks), groups, size).split([*each, 2 * LINE * bits], 2)
     integers = _integers(lines, bits).view(len(blocks) * BLOCK, inputs)[:outputs]
-    scaled = [_to_outputs(part, dtype, outputs) for part, dtype in zip(spans, of_spans, strict=True)]
-    factors = [_to_outputs(part, dtype, outputs) for part, dtype in zip(before, of_groups, strict=True)]
     group = GROUP * span if scales == SINGLE else GROUP >> halves
-    if scales == HALF:
-        scaled, factors = factors, []
-    factor = factors.pop(0).short() if scales == FACTORS else None
-    least = scaled[1] if minimum and scales != SINGLE else None
-    least_factor = (scaled[1] if scales == SINGLE else factors[0]).short() if minimum and scales != HALF else None
-    return Quantised(integers, bits, zero, values, group, scaled[0], factor, least, least_factor)
+    fields = {
+        name: _to_outputs(part, dtype, outputs).to(torch.int16 if name in INTEGERS else dtype)
+        for (name, dtype), part in zip([*of_spans, *of_groups], [*spans, *before], strict=True)
+    }
+    return Quantised(integers, bits, zero, values, group, **fields)
 
 
 def _integers(lines: Tensor, bits: int) -> Tensor:

@@ -100,7 +100,7 @@ def parts(matrix: Matrix, outputs: int) -> Iterator[Quantised]:
         rows = slice(begin, min(begin + PART, outputs))
         least = None if offsets is None else offsets[rows]
         integers = matrix.integers(rows) if matrix.order is None else matrix.integers(rows)[:, matrix.order]
-        yield Quantised(integers, matrix.bits, middle, matrix.values, span, scales[rows], None, None, least)
+        yield Quantised(integers, matrix.bits, middle, matrix.values, span, scales[rows], minimum_factor=least)
 
 
 def fields(words: Tensor, bits: int) -> Tensor:

@@ -77,13 +77,10 @@ class IntegerLayer(Layer):
             return fields(found["weight_packed"][rows], self.bits) if self.words else self._from(found["weight"][rows])
 
         zeros = found.get("weight_zero_point")
-        if zeros is not None and self.words:
-            zeros = fields(zeros.T, self.bits).T[:outputs].short()
-        elif zeros is not None:
-            zeros = zeros.short() + middle
-        scales, zeros = (None if each is None else each.expand(outputs, -1) for each in (found["weight_scale"], zeros))
-        assert scales is not None
-        return Matrix(self.bits, group, integers, scales, zeros, order)
+        if zeros is not None:
+            zeros = fields(zeros.T, self.bits).T[:outputs].short() if self.words else zeros.short() + middle
+            zeros = zeros.expand(outputs, -1)
+        return Matrix(self.bits, group, integers, found["weight_scale"].expand(outputs, -1), zeros, order)
 
     def _from(self, octets: Tensor) -> Tensor:
         """Return integers from 0 for those with a sign."""
