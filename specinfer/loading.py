@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-import importlib.util
 import inspect
 import io
 import json
@@ -408,7 +407,6 @@ def _gguf_file() -> Path:
 def _make_copy(gguf: Path, copy: Path) -> None:
     """Write model and tokenizer beside `copy`, then rename: `copy` is complete or absent at any time."""
     from specinfer.checkpoints.gguf import load_gguf
-    from specinfer.checkpoints.rounding import make_dense
 
     copy.parent.mkdir(parents=True, exist_ok=True)
     if (free := shutil.disk_usage(copy.parent).free) < COPY_BYTES:
@@ -416,8 +414,7 @@ def _make_copy(gguf: Path, copy: Path) -> None:
         raise OSError(f"{needed}: make room, or set SPECINFER_CACHE to another folder")
     with tempfile.TemporaryDirectory(dir=copy.parent, prefix=".making-") as folder, _quietly(bars=sys.stderr.isatty()):
         made = Path(folder) / COPY_NAME
-        model, tokenizer = load_gguf(gguf)
-        make_dense(model, torch.bfloat16)
+        model, tokenizer = load_gguf(gguf, torch.bfloat16)
         model.save_pretrained(made)
         tokenizer.save_pretrained(made)
         try:

@@ -83,10 +83,16 @@ class Filling:
             what = f"its weights need {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
             raise self.refusal(f"{what}: end other programs, or take a file of fewer bits")
 
+    def compute_in(self, dtype: torch.dtype) -> None:
+        """Let weights that are not packed have a dtype."""
+        self.model.config.dtype = dtype
+        nn.Module.to(self.model, dtype)
+
     def set(self, name: str, weight: Tensor) -> None:
-        """Give the model a weight."""
+        """Give the model a weight, in its dtype."""
         path, _, leaf = name.rpartition(".")
-        setattr(self.model.get_submodule(path), leaf, nn.Parameter(weight, requires_grad=False))
+        given = nn.Parameter(weight.to(self.model.dtype), requires_grad=False)
+        setattr(self.model.get_submodule(path), leaf, given)
 
     def set_packed(
         self, path: str, module: PackedLinear | PackedEmbedding, rows: Iterable[Quantised], shape: tuple[int, ...]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from specinfer.attention.packed.formats import DENSE, Quantised, dense, quantised
+from specinfer.attention.packed.formats import DENSE, Quantised, dense, numbers, quantised
 from specinfer.attention.packed.gguf import Stored, open_gguf
 from specinfer.checkpoints.configuration import ROTARY, configuration, ends
 from specinfer.checkpoints.filling import EMBEDDING, HEAD, Filling, packed_like
@@ -45,11 +45,17 @@ _OF_LAYERS = {
 }
 
 
-def load_gguf(path: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_gguf(
+    path: str | os.PathLike[str], dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer from a GGUF file, or from its parts by the first.
 
     The model is transformers' own, in float32 and on the CPU.  Linear layers and embeddings that the file holds
     quantised are `PackedLinear` and `PackedEmbedding`, whose numbers are those of the file; everything else is dense.
+
+    Args:
+        path: of the file.
+        dtype: that all numbers are rounded to, so that no matrix is packed.
 
     Raises:
         ModelError: it cannot be read or is damaged, has an architecture, a format, a tokenizer, a tensor or a key that
@@ -65,12 +71,14 @@ def load_gguf(path: str | os.PathLike[str]) -> tuple[PreTrainedModel, PreTrained
     filling = Filling(config, tensors, keys.refusal)
     if stops:
         filling.model.generation_config.eos_token_id = stops
+    if dtype is not None:
+        filling.compute_in(dtype)
     filling.check_shapes(filling.wanted(), {name: stored.shape for name, stored in tensors.items()})
-    filling.check_memory(sum(map(_bytes, tensors.values())))
+    filling.check_memory(sum(_bytes(stored, dtype) for stored in tensors.values()))
     # weights first: a module that takes the place of another one gets its bias then
     for name, stored in sorted(tensors.items(), key=lambda pair: not pair[0].endswith(".weight")):
         try:
-            _fill(filling, name, stored)
+            _fill(filling, name, stored, packs=dtype is None)
         except ModelError as error:
             raise keys.refusal(f"{name}: {error}") from error
         file.release()
@@ -95,22 +103,26 @@ def _name(tensor: str) -> str:
     return f"{_MODULES[parts[0]]}.{parts[1]}" if len(parts) == 2 and parts[0] in _MODULES else tensor
 
 
-def _fill(filling: Filling, name: str, stored: Stored) -> None:
+def _fill(filling: Filling, name: str, stored: Stored, packs: bool) -> None:
     """Give a model one of its weights: dense, or packed."""
     path = name.rpartition(".")[0]
     order = _order(path, filling.model.config)
     if stored.kind in DENSE:
         weight = dense(stored.kind, stored.rows).view(stored.shape)
         filling.set(name, weight if order is None else weight[order])
+    elif not packs:
+        parts = (numbers(part).to(filling.model.dtype) for part in _parts(stored, order))
+        filling.set(name, torch.cat([*parts]))
     else:
         new = packed_like(filling.model.get_submodule(path))
         filling.set_packed(path, new, _parts(stored, order), stored.shape)
 
 
-def _bytes(stored: Stored) -> int:
-    """Return the memory that a tensor takes: in float32 if it is dense, else packed at the file's size."""
-    numbers = torch.Size(stored.shape).numel()
-    return numbers * torch.float32.itemsize if stored.kind in DENSE else stored.rows.numel()
+def _bytes(stored: Stored, dtype: torch.dtype | None) -> int:
+    """Return the memory that a tensor takes: in a dtype, or else in float32 if it is dense, packed as in the file."""
+    if stored.kind in DENSE or dtype is not None:
+        return torch.Size(stored.shape).numel() * (dtype or torch.float32).itemsize
+    return stored.rows.numel()
 
 
 def _order(path: str, config: PreTrainedConfig) -> Tensor | None:

@@ -81,8 +81,7 @@ def load_quantised(
     scheme = METHODS[settings["quant_method"]](given)
     given.check_all_used()
     if not scheme.packs:
-        filling.model.config.dtype = dtype or usual
-        nn.Module.to(filling.model, filling.model.config.dtype)
+        filling.compute_in(dtype or usual)
     elif dtype not in (None, torch.float32):
         advice = "its states are float32, and its integers as files have them: leave dtype out"
         raise files.refusal(f"{dtype} is not possible for it", advice)
@@ -92,7 +91,7 @@ def load_quantised(
     for layer in layers:
         _fill(filling, layer, files)
     for name in wanted.keys() - {f"{layer.path}.{leaf}" for layer in layers for leaf in layer.tensors}:
-        filling.set(name, files.read(name).to(filling.model.dtype))
+        filling.set(name, files.read(name))
     return filling.finish()
 
 
@@ -165,7 +164,7 @@ def _fill(filling: Filling, given: _Quantised, files: Shards) -> None:
             {leaf: files.read(f"{path}.{leaf}").view(what.shape) for leaf, what in tensors.items()}, *shape
         )
         if isinstance(found, Tensor):
-            filling.set(f"{path}.weight", found.to(filling.model.dtype))
+            filling.set(f"{path}.weight", found)
             return
         new = PackedLinear(shape[1], shape[0], f"{path}.bias" in files.tensors, found.order)
         filling.set_packed(path, new, parts(found, shape[0]), shape)

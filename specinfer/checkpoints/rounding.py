@@ -1,4 +1,4 @@
-"""Changing the weights of a model that was loaded, in place: rounded to a few bits and packed, or dense again.
+"""Rounding the weights of a model that was loaded, in place: its linear layers become packed ones of fewer bits.
 
 Knows: which weights of a model are rounded, and to which numbers.  Does not know: files, products.
 
@@ -131,36 +131,10 @@ def rounded(weight: Tensor, bits: int) -> Quantised:
     if not (least.isfinite().all() and scales.isfinite().all()):
         raise ModelError("it has numbers that no 16 bits can scale, or that are not numbers")
     integers = (_integers(groups, scales, lowest) + lowest).to(torch.uint8).flatten(1)
-    return Quantised(integers, bits, lowest, None, GROUP, scales.squeeze(-1).half(), None, None, None)
+    return Quantised(integers, bits, lowest, None, GROUP, scales.squeeze(-1).half())
 
 
 def _integers(groups: Tensor, scale: Tensor, lowest: int) -> Tensor:
     """Return the integers nearest to the numbers of groups divided by their scales; 0 where a scale is 0."""
     inverse = torch.where(scale == 0, 0, 1 / scale)
     return (groups * inverse).round_().clamp_(-lowest, lowest - 1)
-
-
-@torch.no_grad()
-def make_dense(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Give a model dense weights in the place of packed ones; all its weights are rounded to a dtype."""
-    weights: dict[int, nn.Parameter] = {}  # by packed matrix, for some are tied
-    for path, module in list(model.named_modules()):
-        if not isinstance(module, PackedLinear | PackedEmbedding):
-            continue
-        if (key := module.packed.data_ptr()) not in weights:
-            parts = unpack(module.packed, module.inputs)
-            weights[key] = nn.Parameter(torch.cat([numbers(part).to(dtype) for part in parts]))
-        with torch.device("meta"):
-            new = _dense_like(module)
-        new.weight = weights[key]
-        if isinstance(module, PackedLinear):
-            new.register_parameter("bias", module.bias)
-        model.set_submodule(path, new.train(module.training))
-    nn.Module.to(model, dtype)
-    model.config.dtype = dtype
-
-
-def _dense_like(module: PackedLinear | PackedEmbedding) -> nn.Linear | nn.Embedding:
-    if isinstance(module, PackedEmbedding):
-        return nn.Embedding(module.num_embeddings, module.embedding_dim)
-    return nn.Linear(module.in_features, module.out_features, module.bias is not None)

@@ -11,12 +11,11 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from specinfer import SpeculativeDecoder, cli
-from specinfer.attention.compiler.watch import altered
 from specinfer.attention.packed import products
 from specinfer.attention.packed.formats import numbers
 from specinfer.attention.packed.layout import GROUP, kind_of, pack, unpack
 from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
-from specinfer.checkpoints.rounding import make_dense, round_weights, rounded
+from specinfer.checkpoints.rounding import round_weights, rounded
 from specinfer.decoder import load_draft
 from specinfer.errors import ModelError, UnsupportedModel
 from specinfer.loading import load, rounding_pays
@@ -114,25 +113,6 @@ def test_a_rounded_model_computes_with_the_rounded_numbers(form: str, tied: bool
     ids = torch.arange(1, 30)[None]
     found, wanted = model(ids).logits, dense(ids).logits
     assert (found - wanted).norm() < 1e-3 * (wanted - wanted.mean()).norm()  # states are rounded to 16 bits
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_packed_model_is_made_dense(tied: bool) -> None:
-    model = tiny_llama(intermediate_size=64, tie_word_embeddings=tied, attention_bias=True).float()
-    round_weights(model, "int4")
-    packed = {path: module for path, module in model.named_modules() if hasattr(module, "packed")}
-    wanted = {path: (matrix(module).bfloat16(), getattr(module, "bias", None)) for path, module in packed.items()}
-    make_dense(model, torch.bfloat16)
-    assert model.dtype == model.config.dtype == torch.bfloat16
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == tied
-    for path, (weight, bias) in wanted.items():
-        module = model.get_submodule(path)
-        assert type(module) is (nn.Embedding if path == "model.embed_tokens" else nn.Linear)
-        assert torch.equal(module.weight, weight)
-        assert bias is None or torch.equal(module.bias, bias.bfloat16())
-    assert len(wanted) == 2 * 7 + 1 + tied
-    assert not altered(model)
-    assert model(torch.arange(1, 30)[None]).logits.isfinite().all()
 
 
 def test_packed_matrices_are_rounded_again_if_they_have_the_bits() -> None:

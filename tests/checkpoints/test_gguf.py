@@ -23,6 +23,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from specinfer import SpeculativeDecoder, cli, loading
+from specinfer.attention.compiler.watch import altered
 from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
 from specinfer.checkpoints.gguf import load_gguf
 from specinfer.errors import ModelError
@@ -192,6 +193,21 @@ def test_dense_tensors_are_dense_modules(tmp_path: Path, form: str, tied: bool) 
     assert all(torch.equal(state[name], theirs[name]) for name in state)
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     assert torch.equal(model(IDS).logits, wanted(IDS).logits)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_quantised_tensors_are_read_as_dense_ones(tmp_path: Path, tied: bool) -> None:
+    """Their numbers are rounded, as all are; the default target is made so."""
+    wanted = reference(tie_word_embeddings=tied, attention_bias=True, mlp_bias=True, rms_norm_eps=0.0078125)
+    model, _ = load_gguf(written(tmp_path, None, tensors(wanted)), torch.bfloat16)
+    assert model.dtype == model.config.dtype == torch.bfloat16
+    state, theirs = model.state_dict(), wanted.bfloat16().state_dict()
+    assert state.keys() == theirs.keys()
+    assert all(torch.equal(state[name], theirs[name]) for name in state)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    assert not any(isinstance(module, PackedLinear | PackedEmbedding) for module in model.modules())
+    assert not altered(model)
+    assert model(IDS).logits.isfinite().all()
 
 
 def test_biases_of_packed_layers_are_dense(tmp_path: Path) -> None:
