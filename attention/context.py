@@ -10,8 +10,7 @@ Rotary embeddings extend a context, or change with it:
                            tree exceeds it before its accepted path does, so trees are exact up to it only
 """
 
-from collections.abc import Iterator, Mapping
-from operator import itemgetter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
@@ -42,24 +41,23 @@ class Context(NamedTuple):
     def of(cls, config: PreTrainedConfig) -> "Context":
         """Read a text configuration of transformers."""
         name, size = next(((name, size) for name in SIZES if (size := getattr(config, name, None))), ("", None))
-        parts = [*_parts(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})]
-        changing = [
-            (part.get(ORIGINAL) or getattr(config, ORIGINAL, None) or size, part)
-            for part in parts
-            if _type(part) in CHANGING
-        ]
-        by_size = itemgetter(0)
-        exact, changer = min(((limit, part) for limit, part in changing if limit), key=by_size, default=(None, {}))
+        rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+        parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]  # of each kind of layer, or all
+        original = getattr(config, ORIGINAL, None) or size
+        limits = {part.get(ORIGINAL) or original: _type(part) for part in parts if _type(part) in CHANGING}
+        exact = min((limit for limit in limits if limit), default=None)
         if size is None:
-            return cls(None, exact, f"rope_type={_type(changer)}" if exact else "")
-        extended, extender = min(((_extended(part, size), part) for part in parts), key=by_size, default=(size, {}))
+            return cls(None, exact, f"rope_type={limits[exact]}" if exact else "")
+        extended = {_extended(part, size): part for part in parts}
+        positions = min(extended)
         if exact is not None:
-            setting = f"{ORIGINAL}, beyond which {_type(changer)} rotary embeddings change with the longest row"
-        elif extended > size:
-            setting = f"{name}={size}, extended by rope_type={_type(extender)} with factor={extender['factor']:g}"
+            setting = f"{ORIGINAL}, beyond which {limits[exact]} rotary embeddings change with the longest row"
+        elif positions > size:
+            part = extended[positions]
+            setting = f"{name}={size}, extended by rope_type={_type(part)} with factor={part['factor']:g}"
         else:
             setting = name
-        return cls(extended, exact, setting)
+        return cls(positions, exact, setting)
 
 
 class AttentionSpec(NamedTuple):
@@ -93,12 +91,6 @@ class AttentionSpec(NamedTuple):
         windows = {name: known[name] for name in types if name in known}
         others = [(layer, name) for layer, name in enumerate(types) if name not in known]
         return cls(implementation, windows, tuple(others))
-
-
-def _parts(rope: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the parameters of each kind of layer: one for all, or one each."""
-    nested = [value for value in rope.values() if isinstance(value, Mapping)]
-    yield from nested or [rope]
 
 
 def _type(part: Mapping[str, object]) -> str:

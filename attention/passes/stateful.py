@@ -39,7 +39,8 @@ CACHES = (Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin)
 REPLACED = {"keys", "values"}  # tensors that caches replace instead of writing into them
 
 # tokens, how many came before, the row's cache, columns (C,) -> logits (1, C, V), hidden states (1, T, K, H), cache
-Read = Callable[[Sequence[int], int, object, Tensor], tuple[Tensor, Tensor | None, object]]
+Found = tuple[Tensor, Tensor | None, object]
+Read = Callable[[Sequence[int], int, object, Tensor], Found]
 
 
 class StateCache:
@@ -126,9 +127,7 @@ class StatefulPass(Pass):
     def __call__(self, model: Forward, nodes: Layout, cache: StateCache, aux_layers: Sequence[int]) -> Result:
         """Feed nodes, which are chains."""
 
-        def read(
-            tokens: Sequence[int], first: int, row: object, columns: Tensor
-        ) -> tuple[Tensor, Tensor | None, object]:
+        def read(tokens: Sequence[int], first: int, row: object, columns: Tensor) -> Found:
             inputs: Inputs = {"input_ids": on_device([[*tokens]], columns.device), model.cache_name: row}
             if model.takes_positions:
                 positions = torch.arange(first, first + len(tokens), device=columns.device)[None]
