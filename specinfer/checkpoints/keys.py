@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from specinfer.attention.packed.gguf import Gguf, Value
+from specinfer.attention.packed.gguf import Gguf
 from specinfer.errors import ModelError
 
-T = TypeVar("T", int, float, str, bool)
+T = TypeVar("T")
 
 # tokens with a role, and the keys of their ids
 ROLES = {
@@ -55,7 +55,10 @@ class Keys:
         Raises:
             ModelError: it is of another type, or is missing and there is no default.
         """
-        found = self._take(key, default)
+        found = self._values.get(key, default)
+        if found is None:
+            raise self.refusal(f"its metadata lacks {key}")
+        self._left.discard(key)
         if kind is float and type(found) is int:
             found = float(found)
         if type(found) is not kind:
@@ -68,10 +71,10 @@ class Keys:
         Raises:
             ModelError: it has elements of another type, or is missing and there is no default.
         """
-        found = self._take(key, default)
-        if not isinstance(found, list) or any(type(each) is not kind for each in found):
+        found: list[T] = self.get(key, list, default)
+        if any(type(each) is not kind for each in found):
             raise self.refusal(f"{key} is {found!r:.60}, and should be an array of type {kind.__name__}")
-        return found  # type: ignore[return-value]
+        return found
 
     def of_model(self, key: str, kind: type[T], default: T | None = None) -> T:
         """Return a value that the architecture has."""
@@ -94,13 +97,5 @@ class Keys:
         """Raise `ModelError` if a key that could change the model was not asked for."""
         if self._left:
             some = ", ".join(sorted(self._left)[:3])
-            raise self.refusal(
-                f"its metadata has {some}, which is not read, and may change the model", "use another file"
-            )
-
-    def _take(self, key: str, default: Value | None) -> Value:
-        found = self._values.get(key, default)
-        if found is None:
-            raise self.refusal(f"its metadata lacks {key}")
-        self._left.discard(key)
-        return found
+            what = f"its metadata has {some}, which is not read, and may change the model"
+            raise self.refusal(what, "use another file")
