@@ -122,7 +122,8 @@ class Forward:
     def call(self, inputs: Inputs, aux_layers: Sequence[int]) -> tuple[Any, ...]:
         """Call the model: its output, and the auxiliary hidden states (R, T, K, H) if there are aux_layers."""
         options = {"output_hidden_states": True} if aux_layers else {}
-        with its_turn(self.model), attention_kernels(inputs["input_ids"].device):
+        kernels = sdpa_kernel(KERNELS) if inputs["input_ids"].device.type == "cuda" else nullcontext()
+        with its_turn(self.model), kernels:
             output = self.model(**inputs, **options, use_cache=True, return_dict=True)
         if not aux_layers:
             return (output,)
@@ -130,11 +131,6 @@ class Forward:
             advice = "which EAGLE-style heads and contrastive search read: use other drafts, and no penalty_alpha"
             raise UnsupportedModel(f"{self.name} hands out no hidden states, {advice}")
         return output, torch.stack([output.hidden_states[layer] for layer in aux_layers], 2)
-
-
-def attention_kernels(device: torch.device) -> AbstractContextManager[object]:
-    """Return what chooses among kernels of attention during a pass: see `KERNELS`."""
-    return sdpa_kernel(KERNELS) if device.type == "cuda" else nullcontext()
 
 
 def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype | None:
@@ -147,9 +143,8 @@ def autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype | No
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return the context in which a device computes in the types of weights."""
-    kind = device.type
-    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-    return torch.autocast(kind, enabled=False) if is_on else nullcontext()
+    is_on = autocast_dtype(device, torch.float32) is not None
+    return torch.autocast(device.type, enabled=False) if is_on else nullcontext()
 
 
 def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager[object]]:

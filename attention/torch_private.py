@@ -139,11 +139,9 @@ def has_packed_products(dtype: torch.dtype) -> bool:
         return False
     if dtype == torch.float32:
         return torch.backends.mkl.is_available()
-    supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }
-    return dtype in supported and bool(supported[dtype]())
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
 def pack_weight(weight: Tensor, rows: int) -> Tensor:

@@ -6,7 +6,7 @@ Does not know: what the graph contains (`exported`), where packages are kept (`p
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
 from functools import partial
@@ -42,6 +42,7 @@ MOST = 0.75  # of a pass's nodes must be within that in 16 bits; the others may 
 BRANCHES = (0, 1, 0, 3, 4)  # parents of a tree: two chains below the root, one two deep, one three
 
 Graph = tuple[torch.fx.GraphModule, tuple[exported.Source, ...]]
+Extra = dict[str, tuple[int, ...]]  # unusual inputs of a forward: name -> shape after (B, T)
 
 
 @torch.inference_mode(False)  # so that writes to the copy's weights are counted
@@ -120,8 +121,8 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
     (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
 
 
-def variants_of(model: object) -> tuple[dict[str, tuple[int, ...]], ...]:
-    """Return the sets of unusual inputs that a model's forward takes: name -> shape after (B, T)."""
+def variants_of(model: object) -> tuple[Extra, ...]:
+    """Return the sets of unusual inputs that a model's forward takes."""
     return getattr(model, "pass_inputs", ({},))
 
 
@@ -136,9 +137,7 @@ def _sizes(model: TreeModel) -> tuple[list[list[int]], int]:
     return shapes, logits.shape[-1]
 
 
-def _example(
-    model: TreeModel, layers: Sequence[Sequence[int]], extra: Mapping[str, tuple[int, ...]], packed: bool
-) -> exported.Tensors:
+def _example(model: TreeModel, layers: Sequence[Sequence[int]], extra: Extra, packed: bool) -> exported.Tensors:
     """Return tensors of a pass, all sizes different: two rows, six nodes, 40 of 96 slots, five logits of three."""
     cached, nodes, kv_length, capacity = 2, 6, 40, 96
     rows = 1 if packed else cached
@@ -211,9 +210,7 @@ def _has_same_bits(model: TreeModel, compiled: CompiledPass) -> bool:
 
 
 @torch.inference_mode()
-def _difference(
-    model: TreeModel, compiled: CompiledPass, extra: Mapping[str, tuple[int, ...]], widths: Sequence[int]
-) -> float:
+def _difference(model: TreeModel, compiled: CompiledPass, extra: Extra, widths: Sequence[int]) -> float:
     """Compare three rows: one token, a prompt, a tree; then one of them: a tree, and chains.  All logits, or half."""
     generator, device, longest = torch.Generator().manual_seed(0), model.device, max(widths, default=0)
     ids = torch.randint(model.vocab_size, (3, 24 + longest), generator=generator, device="cpu").tolist()

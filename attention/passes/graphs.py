@@ -10,7 +10,7 @@ A graph reads and writes one cache.  So caches and their graphs are kept when a 
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache as remembered
 from threading import Lock
 from typing import Any, NamedTuple
@@ -31,8 +31,8 @@ from specinfer.common.tensors import on_device, padded_kv_length, padded_width
 from specinfer.errors import UnsupportedModel
 
 Tensors = dict[str, Tensor]
-Replay = Callable[[], tuple[Tensor, ...]]
-Function = Callable[[Tensors], tuple[Tensor, ...]]
+Replay = Callable[[], Outputs]
+Function = Callable[[Tensors], Outputs]
 
 SEEN = 2  # passes of a shape before it is captured: they warm kernels up, and many shapes come only once
 TENSORS = Layout._fields[: Layout._fields.index("sizes")]  # of a layout
@@ -56,9 +56,7 @@ class Graphs:
         self.memory: Hashable = None  # that `made` was captured with
         self.refused: set[Hashable] = set()  # kinds that cannot be captured
 
-    def __call__(
-        self, run: Function, tensors: Mapping[str, Tensor], memory: Hashable, kind: Hashable = None
-    ) -> tuple[Tensor, ...]:
+    def __call__(self, run: Function, tensors: Tensors, memory: Hashable, kind: Hashable = None) -> Outputs:
         """Run a pass.
 
         Args:
@@ -145,9 +143,7 @@ class GraphedPass(Pass):
         """Return the nodes that rows of this size are padded to: few sizes come."""
         return padded_width(size)
 
-    def several(
-        self, run: Function, tensors: Mapping[str, Tensor], cache: TreeCache, slots: int, kind: Hashable
-    ) -> tuple[Tensor, ...]:
+    def several(self, run: Function, tensors: Tensors, cache: TreeCache, slots: int, kind: Hashable) -> Outputs:
         """Run what feeds several passes between two commits, from a graph of all of them if there is one.
 
         What the passes wrote is forgotten.  What cannot be captured runs as it is.
@@ -168,12 +164,10 @@ class GraphedPass(Pass):
         with cache.locate(on_device(cache.lengths, next(iter(tensors.values())).device), kv_length):
             return run(dict(tensors))
 
-    def _replayed(
-        self, run: Function, tensors: Mapping[str, Tensor], cache: TreeCache, kv_length: int, kind: Hashable
-    ) -> tuple[Tensor, ...]:
+    def _replayed(self, run: Function, tensors: Tensors, cache: TreeCache, kv_length: int, kind: Hashable) -> Outputs:
         """Run passes that attend to so many slots, from a graph if there is one; lengths of rows are inputs, too."""
 
-        def located(given: Tensors) -> tuple[Tensor, ...]:
+        def located(given: Tensors) -> Outputs:
             with cache.locate(given["lengths"], kv_length):
                 return run(given)
 
@@ -259,7 +253,7 @@ class CudaCapture:
                 reason = str(error.__context__ or error).splitlines()[0]  # ending a failed capture fails, too
                 raise UnsupportedModel(f"a pass cannot be captured ({reason}): leave out graphs") from error
 
-        def replay() -> tuple[Tensor, ...]:
+        def replay() -> Outputs:
             graph.replay()
             return outputs
 
