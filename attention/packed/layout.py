@@ -71,9 +71,8 @@ def pack(parts: Iterable[Quantised], outputs: int, inputs: int, pages: LargePage
         if part.integers.shape[1] != inputs:
             raise ValueError(f"rows of {part.integers.shape[1]} inputs were given, and the matrix has {inputs}")
         if part.group < GROUP and part.factor is None:
-            raise ValueError(
-                f"groups of {part.group} inputs were given, and those have factors: products take no others"
-            )
+            what = f"groups of {part.group} inputs were given"
+            raise ValueError(f"{what}, and those have factors: products take no others")
         if code < 0:
             of_spans, of_groups, _ = _scales(part)
             bytes_of_block = _size(part, [*of_spans, *of_groups]) + (LINE if part.values else 0)
@@ -110,9 +109,8 @@ def blocks_of(packed: Tensor, inputs: int, chosen: Tensor, rows: int = -1) -> Qu
     """Return the rows of some blocks, by number, of a packed matrix with so many inputs; the first ones, or all."""
     entries = _entries(packed)
     first, code = (int(number) for number in entries[0])
-    return _parts(
-        packed[first:].view(len(entries), -1)[chosen], code, inputs, rows if rows >= 0 else BLOCK * len(chosen)
-    )
+    blocks = packed[first:].view(len(entries), -1)[chosen]
+    return _parts(blocks, code, inputs, rows if rows >= 0 else BLOCK * len(chosen))
 
 
 def _entries(packed: Tensor) -> Tensor:

@@ -55,10 +55,8 @@ def linear(states: Tensor, packed: Sequence[Tensor], outputs: Sequence[int]) -> 
         return torch.cat([functional.linear(given, part) for part in parts], -1)[..., : sum(outputs)]
     found = given.new_empty(*states.shape[:-1], sum(outputs))
     matrices = (ctypes.c_void_p * len(packed))(*(matrix.data_ptr() for matrix in packed))
-    rows = given.numel() // inputs
-    products.specinfer_packed_linear(
-        given.data_ptr(), matrices, len(packed), found.data_ptr(), rows, inputs, sum(outputs)
-    )
+    sizes = given.numel() // inputs, inputs, sum(outputs)
+    products.specinfer_packed_linear(given.data_ptr(), matrices, len(packed), found.data_ptr(), *sizes)
     return found
 
 

@@ -160,9 +160,8 @@ def _fill(filling: Filling, given: _Quantised, files: Shards) -> None:
     """Give a layer its matrix: packed, or as numbers."""
     path, layer, shape, tensors = given
     with _naming(path):
-        found = layer.read(
-            {leaf: files.read(f"{path}.{leaf}").view(what.shape) for leaf, what in tensors.items()}, *shape
-        )
+        read = {leaf: files.read(f"{path}.{leaf}").view(what.shape) for leaf, what in tensors.items()}
+        found = layer.read(read, *shape)
         if isinstance(found, Tensor):
             filling.set(f"{path}.weight", found)
             return

@@ -164,9 +164,8 @@ class Settings:
         self._left.discard(name)
         found = self._values.get(name, default)
         if type(found) is not kind:
-            raise ModelError(
-                f"its quantization_config says {name} {found!r:.40}, and should be of type {kind.__name__}"
-            )
+            what = f"its quantization_config says {name} {found!r:.40}"
+            raise ModelError(f"{what}, and should be of type {kind.__name__}")
         return found
 
     def choose(self, name: str, choices: Sequence[T], default: T | None = None) -> T:
