@@ -16,11 +16,11 @@ from torch import Tensor
 
 from specinfer.common.tensors import on_device
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Committed, DraftContext, DraftSession, Scored, States
+from specinfer.engine.draft import DraftContext
 from specinfer.tree import Frontier, Lattice, Source
 
 
-class DepthsSession(DraftRows, DraftSession):
+class DepthsSession(DraftRows):
     """A draft that predicts all depths at once, at work.
 
     Subclasses give `depth` and `predict`, and answer a policy.
@@ -28,10 +28,7 @@ class DepthsSession(DraftRows, DraftSession):
 
     device = torch.device("cpu")  # of the answers
     roots: Sequence[int]  # per row, its last committed token in this step
-
-    def __init__(self, context: DraftContext) -> None:
-        super().__init__(context)
-        self._logits: Tensor | None = None  # (B, D, V') of this step
+    _predicted: Tensor | None = None  # logits (B, D, V') of this step
 
     @property
     @abstractmethod
@@ -56,19 +53,15 @@ class DepthsSession(DraftRows, DraftSession):
 
     def source(self, roots: Sequence[int]) -> Source:
         """Return the session itself; nothing is predicted yet."""
-        self.roots, self._logits = roots, None
+        self.roots, self._predicted = roots, None
         return self
-
-    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
-        """Take note of what each row committed; None retires the row."""
-        self.advance(tokens)
 
     @property
     def logits(self) -> Tensor:
         """Logits (B, D, V') of this step."""
-        if self._logits is None:
-            self._logits = self.predict()
-        return self._logits
+        if self._predicted is None:
+            self._predicted = self.predict()
+        return self._predicted
 
 
 class LatticeSession(DepthsSession):
@@ -129,7 +122,7 @@ class LatticeSession(DepthsSession):
         if self.width is None:
             dense = self.warped(logits.float()).cpu().expand(-1, count, -1)
         else:
-            indices = self.ranked(logits, [frontier.depth], self.width).indices
+            indices, _ = self.ranked(logits, [frontier.depth], self.width)
             joint = self._joint(logits, indices, self._parents(frontier), slice(frontier.depth, frontier.depth + 1))
             scores = torch.full_like(logits, -inf, dtype=torch.float32).expand(-1, count, -1).clone()
             scores.scatter_(2, indices.expand(-1, count, -1), joint[:, 0])
@@ -145,8 +138,7 @@ class LatticeSession(DepthsSession):
             parents: (B, D, A) tokens above; None = each depth's candidates are those of the next.
         """
         logits, numbers = self.logits[:, depths], range(self.depth)[depths]
-        indices, scores, total = self.ranked(logits, numbers, width)
-        log_probs = scores - total
+        indices, log_probs = self.ranked(logits, numbers, width)
         if self.width is None:
             return Lattice.of(self.ids(indices), log_probs[:, :, None])
         if parents is None:

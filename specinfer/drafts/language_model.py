@@ -24,8 +24,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specinfer.attention import Layout, TreeModel, lay_out_level
 from specinfer.common.tensors import padded_width
 from specinfer.common.values import checked_names
-from specinfer.drafts.rows import DraftRows, begun, read, state_columns
-from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, Scored, States
+from specinfer.drafts.rows import CATCH_UP, CachedRows, LevelRows, begun, state_columns
+from specinfer.engine.draft import Committed, Draft, DraftContext, Scored, States
 from specinfer.engine.store import Cached
 from specinfer.errors import InputError
 from specinfer.tree import Frontier, Growth, Policy, Source
@@ -33,7 +33,6 @@ from specinfer.tree import Frontier, Growth, Policy, Source
 RECENT = 128  # tokens of a row that tell which ids the next ones come from
 OUTLIERS, RARE = 3, 32  # of their ids, 3 (a chat template's), and one in 32, may be left out
 FEWEST = 1 << 14  # ids whose logits are wanted, at least
-CATCH_UP = 32  # uncached tokens that are fed together with the root; of more, all but the root are prefilled
 
 
 class ModelDraft(Draft):
@@ -75,7 +74,7 @@ class ModelDraft(Draft):
         return ModelDraftSession(self.model, context)
 
 
-class ModelDraftSession(DraftRows, Clocked):
+class ModelDraftSession(LevelRows, CachedRows):
     """A model draft at work: a `Source` of distributions over its own `TreeSession`.
 
     The first pass of a step feeds the root together with all accepted tokens that are not in the cache yet.  Each
@@ -87,7 +86,7 @@ class ModelDraftSession(DraftRows, Clocked):
         texts: what it reads of them; None = their prompts.
     """
 
-    per_row = (*DraftRows.per_row, "uncached", "recent")
+    per_row = (*CachedRows.per_row, "recent")
     draft_layers: tuple[int, ...] = ()  # layers of this model whose hidden states the session needs
     repeats = True  # whether levels below the root depend on lengths, and on what the root's pass gave, alone
 
@@ -167,38 +166,10 @@ class ModelDraftSession(DraftRows, Clocked):
         self.recent = [[*row, *(new or ())][-RECENT:] for row, new in zip(self.recent, tokens, strict=True)]
         super().advance(tokens)
 
-    def read(self, row: int, ids: Sequence[int]) -> Cached | None:
-        """Return what the cache holds of a row."""
-        return read(self.session, row, ids)
-
-    def join(self, other: DraftRows) -> None:
-        """Take in the rows of another session, and what its cache holds of them.
-
-        If these rows are read, the others' prompts are read first: together all would be as long as the longest.
-        """
-        assert isinstance(other, ModelDraftSession)
-        if max(map(len, self.uncached), default=0) <= CATCH_UP:
-            other.read_ahead()
-        super().join(other)
-        self.session.join(other.session)
-
-    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
-        """Return each node's k likeliest choices of the target and their log-probabilities, both (B, W, k)."""
-        found = self.ranked(self._logits(frontier), [frontier.depth], k)
-        return self.ids(found.indices), found.scores - found.total
-
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw k children per node from q, the draft's after the target's warpers (`tree.draw_candidates`).
-
-        They are drawn from all of q: a row's draws do not depend on the tokens of others.
-        """
+        """Draw k children per node from q: see `LevelRows`."""
         self.words = self.vocab_size
-        return self.drawn(self.warped(self._logits(frontier)), k, replacement, frontier.depth)
-
-    @property
-    def limit(self) -> int | None:  # type: ignore[override]
-        """How many tokens the model's context has; None if it has no end."""
-        return self.session.model.max_positions
+        return super().draw(frontier, k, replacement)
 
     def levels_left(self) -> list[int]:
         """Return, per row, how many levels fit into the model's context below its last token."""
@@ -211,7 +182,7 @@ class ModelDraftSession(DraftRows, Clocked):
         """Return the number of this model's tokens in each row."""
         return self.lengths
 
-    def _logits(self, frontier: Frontier) -> Tensor:
+    def logits_after(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V) after each frontier node, feeding them to the model."""
         if frontier.depth == 0:
             return self._root_logits()
@@ -232,26 +203,29 @@ class ModelDraftSession(DraftRows, Clocked):
 
     def _feed_uncached(self) -> Tensor:
         """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V)."""
-        if max(map(len, self.uncached)) > CATCH_UP:
-            self.read_ahead()
+        self.catch_up()
         chains = self._chains()
         inputs = {name: torch.cat(rows) for name, rows in self._uncached_inputs().items()}
         roots = [range(len(chain) - 1, len(chain)) for chain in chains]
         logits = self.session.append(self.session.chains(chains), roots, self.words, **inputs)
         self.draft_states = self.session.commit([range(len(chain)) for chain in chains])
-        self.uncached = [[] for _ in chains]
+        self.note_cached(0)
         return logits.padded()
+
+    def longest_uncached(self) -> int:
+        """Return the most tokens that the cache lacks of a row."""
+        return max(map(len, self.uncached), default=0)
 
     def read_ahead(self) -> None:
         """Feed and commit each row's uncached tokens except the root."""
         inputs = self._uncached_inputs()
-        early: dict[str, object] = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
+        early = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
         self.session.prefill([chain[:-1] for chain in self._chains()], **early)
-        self.leave_roots(inputs)
+        self.note_cached(1)
 
-    def leave_roots(self, inputs: dict[str, list[Tensor]]) -> None:
-        """Leave each row's root uncached, with the last of its inputs."""
-        self.uncached = [tokens[-1:] for tokens in self.uncached]
+    def note_cached(self, left: int) -> None:
+        """Take note that each row's uncached tokens were committed, but for the last `left`."""
+        self.uncached = [tokens[len(tokens) - left :] for tokens in self.uncached]
 
     def _chains(self) -> list[list[int]]:
         """Return each row's uncached tokens as the model takes them."""
@@ -287,7 +261,7 @@ class HeadDraftSession(ModelDraftSession):
         nothing = torch.zeros(shape, dtype=model.dtype, device=model.device)
         self.states: list[list[Tensor]] = []  # per row, the target's states that chose its uncached tokens
         for uncached, states in zip(self.uncached, context.states, strict=True):
-            given = [] if states is None else [self._of_layers(states[-len(uncached) :])]
+            given = [] if states is None else [states[-len(uncached) :, self.columns]]
             self.states.append([nothing[: len(uncached) - sum(map(len, given))], *given])  # none chose a first token
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
@@ -296,7 +270,7 @@ class HeadDraftSession(ModelDraftSession):
         for i, (new, chose) in enumerate(zip(tokens, states, strict=True)):
             if new is not None and chose is not None:
                 self.uncached[i] += new
-                self.states[i].append(self._of_layers(chose))
+                self.states[i].append(chose[:, self.columns])
         self.advance(tokens)
 
     def read(self, row: int, ids: Sequence[int]) -> Cached | None:
@@ -304,11 +278,7 @@ class HeadDraftSession(ModelDraftSession):
         skipped = self.lengths[row] - len(self.uncached[row]) - self.session.cache.lengths[row]
         return super().read(row, ids[skipped:]) if skipped == self.session.model.model.skips_first else None
 
-    def _of_layers(self, states: Tensor) -> Tensor:
-        """Return the target's states (n, K, H) of this head's layers."""
-        return states if isinstance(self.columns, slice) else states[:, self.columns]
-
-    def _logits(self, frontier: Frontier) -> Tensor:
+    def logits_after(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') after each frontier node, feeding them to the head."""
         if frontier.depth == 0:
             return self._root_logits()
@@ -329,15 +299,14 @@ class HeadDraftSession(ModelDraftSession):
         return torch.stack([states[-1:, 0] for states in self.draft_states if states is not None])
 
     def _uncached_inputs(self) -> dict[str, list[Tensor]]:
-        """Return the target's states that chose each row's uncached tokens, and keep none."""
-        states = [torch.cat(row) for row in self.states]
-        self.states = [[] for _ in states]
-        return {"target_states": states}
+        """Return the target's states that chose each row's uncached tokens."""
+        self.states = [[torch.cat(row)] for row in self.states]
+        return {"target_states": [states for (states,) in self.states]}
 
-    def leave_roots(self, inputs: dict[str, list[Tensor]]) -> None:
-        """Leave each row's root uncached, with the state that chose it."""
-        super().leave_roots(inputs)
-        self.states = [[states[-1:]] for states in inputs["target_states"]]
+    def note_cached(self, left: int) -> None:
+        """Take note of what was committed, and forget the states that chose it."""
+        super().note_cached(left)
+        self.states = [[states[len(states) - left :]] for (states,) in self.states]
 
 
 def _bound(tokens: Sequence[int]) -> int:

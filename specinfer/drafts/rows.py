@@ -1,12 +1,12 @@
-"""What every draft session keeps for each of its rows: how long it is, and its random numbers.
+"""What draft sessions keep for each of their rows: how long it is, its random numbers, what a network has read of it.
 
-Knows: committed lengths, seeds, the noise shared with the target, how logits become candidates or draws.
+Knows: committed lengths, seeds, the noise shared with the target, how logits become candidates or draws, caches.
 Does not know: where logits come from.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,20 +14,13 @@ from torch.nn import functional
 
 from specinfer.attention import TreeSession
 from specinfer.common.tensors import largest, on_device
-from specinfer.engine.draft import Committed, DraftContext
+from specinfer.engine.draft import Clocked, Committed, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import DRAFT, SILENT, key
 from specinfer.engine.store import Cached
-from specinfer.tree import draw_candidates
+from specinfer.tree import Frontier, draw_candidates
 
 CANDIDATES = 128  # tokens per node that processors and noise see in a coupled draft, if there are processors
-
-
-class Ranked(NamedTuple):
-    """The likeliest tokens of nodes (B, W) by a draft's scores, descending."""
-
-    indices: Tensor  # (B, W, k) in the draft's vocabulary
-    scores: Tensor  # (B, W, k) float32; the log-probability is score - total
-    total: Tensor  # (B, W, 1) log of the sum of the exponentials of all scores
+CATCH_UP = 32  # uncached tokens that are fed together with the root; of more, all but the root are prefilled
 
 
 def begun(session: TreeSession, texts: Sequence[Sequence[int]], known: Sequence[Cached | None]) -> list[list[int]]:
@@ -38,13 +31,7 @@ def begun(session: TreeSession, texts: Sequence[Sequence[int]], known: Sequence[
     return [list(text[length:]) for text, length in zip(texts, session.cache.lengths, strict=True)]
 
 
-def read(session: TreeSession, row: int, ids: Sequence[int]) -> Cached | None:
-    """Return what a session has read of a row, whose slots hold the first of these ids; None: nothing, or no slots."""
-    length = session.cache.lengths[row]
-    return Cached(ids[:length], session.cache, row) if length and not session.model.stateful else None
-
-
-class DraftRows:
+class DraftRows(DraftSession):
     """The rows of a draft session that are still active."""
 
     per_row: tuple[str, ...] = ("lengths", "seeds", "couplings")  # attributes that are lists with an entry per row
@@ -70,6 +57,10 @@ class DraftRows:
             kept = [value for value, new in zip(getattr(self, name), tokens, strict=False) if new is not None]
             setattr(self, name, kept)
 
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
+        """Take note of what each row committed; None retires the row."""
+        self.advance(tokens)
+
     def join(self, other: "DraftRows") -> None:
         """Take in the rows of another session of the same draft, after the own ones."""
         if bool(self.couplings) != bool(other.couplings):
@@ -78,13 +69,8 @@ class DraftRows:
         for name in self.per_row:
             setattr(self, name, [*getattr(self, name), *getattr(other, name)])
 
-    def noise(self, depth: int, device: torch.device) -> Tensor:
-        """Return the target's own Gumbel noise (B, V) of what follows nodes at this depth."""
-        rows, vocab_size = zip(self.couplings, self.lengths, strict=True), self.context.vocab_size
-        return torch.stack([coupling.at(length + depth, vocab_size, device) for coupling, length in rows])
-
-    def ranked(self, logits: Tensor, depths: Sequence[int], k: int) -> Ranked:
-        """Return each node's k likeliest choices of the target.
+    def ranked(self, logits: Tensor, depths: Sequence[int], k: int) -> tuple[Tensor, Tensor]:
+        """Return each node's k likeliest choices of the target, descending, and their log-probabilities.
 
         Greedy: by q.  Coupled: the target will emit argmax(log p + g), so candidates are ranked by s log q + g with
         the same Gumbel noise g, and a softmax of those sums estimates which of them it will be.  The inverse
@@ -95,6 +81,10 @@ class DraftRows:
             logits: (B, W, V').
             depths: of the W nodes, or one for all.
             k: how many.
+
+        Returns:
+            indices: (B, W, k) in the draft's vocabulary.
+            log_probs: (B, W, k) float32.
         """
         size, likeliest = logits.shape[-1], None
         if self.couplings and self.context.processors.chain:  # some, like top-p, would sort all tokens at every node
@@ -105,15 +95,19 @@ class DraftRows:
             values, indices = _in_order(values, indices)
         best = values[..., :1]
         total = (scores - best).exp_().sum(-1, keepdim=True).log_() + best
-        return Ranked(indices if likeliest is None else likeliest.gather(2, indices), values, total)
+        return indices if likeliest is None else likeliest.gather(2, indices), values - total
 
     def scored(self, logits: Tensor, noise: Tensor | None) -> Tensor:
         """Return float32 scores (B, W, C) that candidates are ranked by: logits, or s log q + g plus a constant."""
         if noise is None:
             return logits.float()
         if self.context.processors.chain:
-            logits = self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+            logits = self.processed(logits)
         return torch.add(noise, logits, alpha=self.inverse_temperature)
+
+    def processed(self, logits: Tensor) -> Tensor:
+        """Return logits (B, W, C) after the target's processors."""
+        return self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
 
     def noise_of(self, depths: Sequence[int], size: int, indices: Tensor | None, device: torch.device) -> Tensor | None:
         """Return the target's noise of tokens in the draft's vocabulary; None if it is not coupled.
@@ -147,7 +141,8 @@ class DraftRows:
             k: how many.
             depth: of the W nodes.
         """
-        noise = self.noise(depth, tokens.device).gather(1, tokens.flatten(1)).view_as(tokens)
+        noise = self.noise_below([depth], self.context.vocab_size, tokens.device)[:, 0]
+        noise = noise.gather(1, tokens.flatten(1)).view_as(tokens)
         chances, order = log_chances(q, noise).sort(dim=-1, descending=True, stable=True)
         return tokens.gather(2, order)[..., :k], chances[..., :k]
 
@@ -155,9 +150,14 @@ class DraftRows:
         """Return the target's ids of tokens in the draft's vocabulary."""
         return indices if self.token_ids is None else self.token_ids[indices]
 
+    def dense(self, tokens: Tensor, log_probs: Tensor) -> Tensor:
+        """Return log-probabilities (B, W, V), given those of a few tokens, (B, W, K); of equal ones the largest."""
+        absent = log_probs.new_full((*tokens.shape[:2], self.context.vocab_size), -inf)
+        return absent.scatter_reduce_(2, tokens, log_probs, "amax")
+
     def warped(self, logits: Tensor) -> Tensor:
         """Return draft logits (B, W, V') after the target's processors, over the target's vocabulary: (B, W, V)."""
-        scores = self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+        scores = self.processed(logits)
         if self.token_ids is None:
             return functional.pad(scores, (0, self.context.vocab_size - scores.shape[-1]), value=-inf)
         dense = scores.new_full((*scores.shape[:2], self.context.vocab_size), -inf)
@@ -169,6 +169,71 @@ class DraftRows:
         rows = zip(self.seeds, self.lengths, strict=True)
         keys = [key(seed, DRAFT, self.draft, length, depth) for seed, length in rows]
         return draw_rows(log_probs, k, replacement, keys)
+
+
+class LevelRows(DraftRows):
+    """Rows whose draft answers a policy level by level, from the logits after each node."""
+
+    @abstractmethod
+    def logits_after(self, frontier: Frontier) -> Tensor:
+        """Return logits (B, W, V') after each frontier node."""
+
+    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
+        """Return each node's k likeliest choices of the target and their log-probabilities, both (B, W, k)."""
+        indices, log_probs = self.ranked(self.logits_after(frontier), [frontier.depth], k)
+        return self.ids(indices), log_probs
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw k children per node from q, the draft's after the target's warpers (`tree.draw_candidates`).
+
+        They are drawn from all of q: a row's draws do not depend on the tokens of others.
+        """
+        return self.drawn(self.warped(self.logits_after(frontier)), k, replacement, frontier.depth)
+
+
+class CachedRows(DraftRows, Clocked):
+    """Rows that a network reads, with a cache of its own.
+
+    Attributes:
+        session: of the network, a `TreeSession`.
+        uncached: per row, what its cache lacks.
+    """
+
+    per_row = (*DraftRows.per_row, "uncached")
+
+    @abstractmethod
+    def longest_uncached(self) -> int:
+        """Return the most tokens that the cache lacks of a row."""
+
+    @abstractmethod
+    def read_ahead(self) -> None:
+        """Feed and commit what the cache lacks of each row, except what is fed with the next tree."""
+
+    def catch_up(self) -> None:
+        """Read ahead if the cache lacks many tokens."""
+        if self.longest_uncached() > CATCH_UP:
+            self.read_ahead()
+
+    @property
+    def limit(self) -> int | None:  # type: ignore[override]
+        """How many tokens the network's context has; None if it has no end."""
+        return self.session.model.max_positions
+
+    def read(self, row: int, ids: Sequence[int]) -> Cached | None:
+        """Return what the cache holds of a row: the first of these ids; None: nothing, or it has no slots."""
+        length = self.session.cache.lengths[row]
+        return Cached(ids[:length], self.session.cache, row) if length and not self.session.model.stateful else None
+
+    def join(self, other: DraftRows) -> None:
+        """Take in the rows of another session, and what its cache holds of them.
+
+        If these rows are read, the others' prompts are read first: together all would be as long as the longest.
+        """
+        assert isinstance(other, CachedRows)
+        if self.longest_uncached() <= CATCH_UP:
+            other.read_ahead()
+        super().join(other)
+        self.session.join(other.session)
 
 
 def log_chances(q: Tensor, noise: Tensor) -> Tensor:

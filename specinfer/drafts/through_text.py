@@ -168,23 +168,18 @@ class ThroughTextSession(ModelDraftSession):
     def _draft_lengths(self) -> list[int]:
         return [len(cached) + len(uncached) for cached, uncached in zip(self.cached, self.uncached, strict=True)]
 
-    def _logits(self, frontier: Frontier) -> Tensor:
+    def logits_after(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') after each frontier node: of the draft's tokens, or of the shared ones."""
         if self.token_ids is None:  # nodes hold the draft's tokens
-            return super()._logits(frontier)
+            return super().logits_after(frontier)
         fed = frontier._replace(tokens=self.fed_ids[frontier.tokens.clamp(min=0)])  # -1 at the root
-        return super()._logits(fed)[..., self.columns]
+        return super().logits_after(fed)[..., self.columns]
 
-    def _feed_uncached(self) -> Tensor:
-        whole = [cached + uncached for cached, uncached in zip(self.cached, self.uncached, strict=True)]
-        logits = super()._feed_uncached()
-        self.cached = whole
-        return logits
-
-    def leave_roots(self, inputs: dict[str, list[Tensor]]) -> None:
-        """Leave each row's root uncached; the rest is in the cache."""
-        self.cached = [cached + new[:-1] for cached, new in zip(self.cached, self.uncached, strict=True)]
-        super().leave_roots(inputs)
+    def note_cached(self, left: int) -> None:
+        """Take note of which tokens the cache holds now."""
+        rows = zip(self.cached, self.uncached, strict=True)
+        self.cached = [cached + new[: len(new) - left] for cached, new in rows]
+        super().note_cached(left)
 
     def _words(self) -> int:
         """Return all: only the target's ids are known of the text."""
@@ -198,7 +193,7 @@ class ThroughTextSession(ModelDraftSession):
         """Return scores (B, W, C); of text after the processors, if rows are sampled."""
         if self.token_ids is not None or not self.couplings:
             return super().scored(logits, noise)
-        return self.context.processors.scores(logits.flatten(0, 1), ()).view(*logits.shape)
+        return self.processed(logits)
 
     def _tree(self, row: int, grown: TokenTree, branches: bool) -> TokenTree:
         """Return a row's tree of the target's tokens, or only its likeliest path where trees must not branch."""

@@ -234,7 +234,7 @@ def test_a_long_prompt_is_read_in_prefill_passes(target, monkeypatch):
     monkeypatch.setattr(TreeSession, "prefill", noted)
     for chunk, catch_up in ((512, 10**6), (16, 32)):
         monkeypatch.setattr("specinfer.attention.model.PREFILL_CHUNK", chunk)
-        monkeypatch.setattr("specinfer.drafts.language_model.CATCH_UP", catch_up)
+        monkeypatch.setattr("specinfer.drafts.rows.CATCH_UP", catch_up)
         runs.append(decoder.generate(prompts, **options))
     trees = [[step.tree.tokens.tolist() for row in run for step in row.steps] for run in runs]
     assert trees[0] == trees[1]

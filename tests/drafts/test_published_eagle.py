@@ -294,14 +294,14 @@ class Asked(Policy):
         """Ask about the root, then level by level."""
         rows = range(source.batch)
         one = torch.full((source.batch, 1), -1)
-        self.logits = [source._logits(Frontier(one, one, one < 0, 0))]
+        self.logits = [source.logits_after(Frontier(one, one, one < 0, 0))]
         self.paths = [[[]] for _ in rows]
         for depth, parents in enumerate(self.parents, 1):
             tokens = [[self.rng.randrange(VOCAB) for _ in parents] for _ in rows]
             for paths, new in zip(self.paths, tokens, strict=True):
                 paths += [[*paths[parent], token] for parent, token in zip(parents, new, strict=True)]
             above = torch.tensor([parents] * source.batch)
-            self.logits.append(source._logits(Frontier(torch.tensor(tokens), above, above >= 0, depth)))
+            self.logits.append(source.logits_after(Frontier(torch.tensor(tokens), above, above >= 0, depth)))
         return Bare(0).grow(source)
 
 

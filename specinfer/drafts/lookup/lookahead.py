@@ -28,7 +28,7 @@ from specinfer.common.tensors import on_device
 from specinfer.common.values import checked_count
 from specinfer.drafts.lookup.recycling import likeliest
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession, Scored, States
+from specinfer.engine.draft import Committed, Draft, DraftContext, Scored, States
 from specinfer.engine.gumbel import DRAFT, key, uniform
 from specinfer.errors import PolicyError
 from specinfer.tree import BestFirst, Forest, Policy, TokenTree
@@ -146,7 +146,7 @@ class Window:
         return self.prompt[int(uniform(self.key, next(self.counter)) * len(self.prompt))]
 
 
-class LookaheadSession(DraftRows, DraftSession):
+class LookaheadSession(DraftRows):
     """Lookahead at work: it grows no tree by asking for distributions, but proposes windows and guesses whole."""
 
     per_row = (*DraftRows.per_row, "windows")

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from specinfer.attention import TreeModel
 from specinfer.common.lock import Lock
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession, Scored, States
+from specinfer.engine.draft import Committed, Draft, DraftContext, Scored, States
 from specinfer.tree import Frontier, Source, TokenTree
 
 KEPT = 8  # tokens of an entry
@@ -125,7 +125,7 @@ class RecyclingDraft(Draft):
         return RecyclingSession(context, self.table)
 
 
-class RecyclingSession(DraftRows, DraftSession):
+class RecyclingSession(DraftRows):
     """Token recycling at work: a `Source` of sparse distributions on the CPU."""
 
     per_row = (*DraftRows.per_row, "ends")
@@ -158,25 +158,22 @@ class RecyclingSession(DraftRows, DraftSession):
         if not self.couplings:
             return tokens[..., :k], log_probs[..., :k]
         mass = log_probs.logsumexp(-1, keepdim=True)  # processors change shares, not what is known in all
-        q = (self._processed(log_probs).log_softmax(-1) + mass).exp().masked_fill_(log_probs == -inf, 0)
+        q = (self.processed(log_probs).log_softmax(-1) + mass).exp().masked_fill_(log_probs == -inf, 0)
         return self.coupled(tokens, q, k, frontier.depth)
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k children per node from the table's distribution, normalised; unknown nodes have none."""
         tokens, log_probs = self._successors(frontier)
-        dense = torch.full((*tokens.shape[:2], self.context.vocab_size), -inf, dtype=torch.float32, device=self.device)
-        dense.scatter_reduce_(2, tokens, self._processed(log_probs), "amax")  # small vocabularies leave ids unused
-        return self.drawn(dense, k, replacement, frontier.depth)
+        return self.drawn(self.dense(tokens, self.processed(log_probs)), k, replacement, frontier.depth)
 
-    def _processed(self, log_probs: Tensor) -> Tensor:
+    def processed(self, log_probs: Tensor) -> Tensor:
         """Return log-probabilities (B, W, K) after the target's processors, up to a constant.
 
         After an unknown node all are -inf, which is no distribution: processors see a uniform one instead.
         """
         absent = log_probs == -inf
         seen = log_probs.masked_fill(absent.all(-1, keepdim=True), 0.0)
-        scores = self.context.processors.scores(seen.flatten(0, 1), ()).view_as(log_probs)
-        return scores.masked_fill(absent, -inf)
+        return super().processed(seen).masked_fill(absent, -inf)
 
     def _successors(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Return the table's entries after every frontier node, (B, W, 2 KEPT), and remember the nodes' tokens."""

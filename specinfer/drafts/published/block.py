@@ -13,14 +13,12 @@ from torch import Tensor
 from specinfer.attention import Layout, TreeModel, lay_out_chains
 from specinfer.common.tensors import on_device
 from specinfer.drafts.depths import DepthsSession, LatticeSession
-from specinfer.drafts.language_model import CATCH_UP
-from specinfer.drafts.rows import DraftRows, begun, read, state_columns
-from specinfer.engine.draft import Clocked, Committed, DraftContext, Scored, States
-from specinfer.engine.store import Cached
+from specinfer.drafts.rows import CATCH_UP, CachedRows, LevelRows, begun, state_columns
+from specinfer.engine.draft import Committed, DraftContext, Scored, States
 from specinfer.tree import Frontier
 
 
-class BlockRows(Clocked, DepthsSession):
+class BlockRows(CachedRows, DepthsSession):
     """A block head at work, however it answers a policy.
 
     The context of a row is every token but the root: the target's states at them.  A text of a single token has none,
@@ -31,8 +29,6 @@ class BlockRows(Clocked, DepthsSession):
         aux_layers: the target's hidden states that it reads.
         context: of the session.
     """
-
-    per_row = (*DepthsSession.per_row, "uncached")
 
     def __init__(self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> None:
         super().__init__(context)
@@ -55,11 +51,6 @@ class BlockRows(Clocked, DepthsSession):
         """D, how many depths are predicted."""
         return self.network.depth
 
-    @property
-    def limit(self) -> int | None:  # type: ignore[override]
-        """How many tokens the head's context has; None if it has no end."""
-        return self.session.model.max_positions
-
     def levels_left(self) -> list[int]:
         """Return, per row, how many levels can be predicted: all, if the block ends within the head's context."""
         longest = sys.maxsize if self.limit is None else self.limit - self.network.config.block_size
@@ -68,8 +59,7 @@ class BlockRows(Clocked, DepthsSession):
     def predict(self) -> Tensor:
         """Feed a block and the uncached context; keep the context: logits (B, D, V') of depths 1 ... D."""
         config, device = self.network.config, self.session.model.device
-        if self._longest_uncached() > CATCH_UP:
-            self.read_ahead()
+        self.catch_up()
         states = [torch.cat(row) for row in self.uncached]
         self.uncached = [[row[:0]] for row in states]
         counts = [len(row) for row in states]
@@ -90,7 +80,8 @@ class BlockRows(Clocked, DepthsSession):
         self.session.prefill([[0] * len(row) for row in states], target_states=states)
         self.uncached = [[row[:0]] for row in states]
 
-    def _longest_uncached(self) -> int:
+    def longest_uncached(self) -> int:
+        """Return the most tokens that the cache lacks of a row."""
         return max((sum(map(len, row)) for row in self.uncached), default=0)
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
@@ -101,24 +92,12 @@ class BlockRows(Clocked, DepthsSession):
                 row.append(chose[:, self.columns].to(row[0]))
         super().commit(tokens, states, scored)
 
-    def read(self, row: int, ids: Sequence[int]) -> Cached | None:
-        """Return the cache of a row."""
-        return read(self.session, row, ids)
-
-    def join(self, other: DraftRows) -> None:
-        """Take in the rows of another session, with its cache of them; see `ModelDraftSession.join`."""
-        assert isinstance(other, BlockRows)
-        if self._longest_uncached() <= CATCH_UP:
-            other.read_ahead()
-        super().join(other)
-        self.session.join(other.session)
-
 
 class BlockSession(BlockRows, LatticeSession):
     """A block head whose depths are independent, or depend on the parent's token alone."""
 
 
-class PathSession(BlockRows):
+class PathSession(LevelRows, BlockRows):
     """A block head with a small recurrent network along the path: it answers level by level, without passes.
 
     Its network has `path_size`, and `follow`.
@@ -129,15 +108,6 @@ class PathSession(BlockRows):
         self.device = model.device  # of the answers
         self.carried: list[Tensor] = []  # (B, W, path_size) of each level's nodes in this step
 
-    def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
-        """Return each node's k likeliest choices of the target and their log-probabilities, both (B, W, k)."""
-        found = self.ranked(self._follow(frontier), [frontier.depth], k)
-        return self.ids(found.indices), found.scores - found.total
-
-    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw k children per node from the draft's distribution after the target's warpers."""
-        return self.drawn(self.warped(self._follow(frontier)), k, replacement, frontier.depth)
-
     def nodes(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
         """Return the tokens (B, W) of frontier nodes, and the states (B, W, H) of the slot below them."""
         is_root = frontier.depth == 0
@@ -145,7 +115,7 @@ class PathSession(BlockRows):
         assert self.slot_states is not None
         return tokens, self.slot_states[:, frontier.depth, None].expand(-1, tokens.shape[1], -1)
 
-    def _follow(self, frontier: Frontier) -> Tensor:
+    def logits_after(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') after frontier nodes; keep their states for the nodes below."""
         base = self.logits[:, frontier.depth, None]
         tokens, slots = self.nodes(frontier)

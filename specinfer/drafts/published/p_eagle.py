@@ -16,13 +16,11 @@ from transformers import LlamaConfig
 
 from specinfer.attention import TreeModel
 from specinfer.drafts.depths import LatticeSession
-from specinfer.drafts.language_model import CATCH_UP, HeadDraftSession
+from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint
 from specinfer.drafts.published.eagle3 import Eagle3Network, layers_of, load_network, read_weights
 from specinfer.drafts.published.network import OpenSession
-from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Clocked, Committed, DraftContext, Scored, States
-from specinfer.engine.store import Cached
+from specinfer.engine.draft import DraftContext
 
 MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")  # names of the masked token's id
 DEPTH = 8  # predicted where a checkpoint does not say for how many it was trained
@@ -46,68 +44,39 @@ class PEagleNetwork(Eagle3Network):
         self.mask_hidden = nn.Parameter(torch.zeros(config.num_aux_layers, self.target_size))
 
 
-class MaskedHeadSession(HeadDraftSession):
-    """A head that is fed masked tokens behind the committed ones."""
+class PEagleSession(LatticeSession, HeadDraftSession):
+    """A P-EAGLE head at work: it is fed masked tokens behind the committed ones, and keeps the latter."""
 
-    def all_depths(self) -> Tensor:
-        """Feed each row's uncached tokens and the masked ones, keep the former: logits (B, D, V') of depths 1 ... D."""
-        network: PEagleNetwork = self.session.model.model
-        if max(map(len, self.uncached)) > CATCH_UP:
-            self.read_ahead()
-        chains, states = self.uncached, self._uncached_inputs()["target_states"]
-        masked = network.depth - 1
-        mask = network.mask_hidden.expand(masked, -1, -1)
-        fed = torch.cat([part for row in states for part in (row.to(mask.dtype), mask)])
-        layout = self.session.chains([[*chain, *[network.mask_token_id] * masked] for chain in chains])
-        roots = [len(chain) - 1 for chain in chains]
-        wanted = [range(root, root + network.depth) for root in roots]
-        logits = self.session.append(layout, wanted, target_states=fed)
-        self.session.commit([range(len(chain)) for chain in chains])
-        self.uncached = [[] for _ in chains]
-        return logits.padded()
-
-
-class PEagleSession(Clocked, LatticeSession):
-    """A P-EAGLE head at work."""
+    per_row = HeadDraftSession.per_row
 
     def __init__(self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> None:
-        super().__init__(context)
-        self.token_ids, self.max_depth = model.model.token_ids, model.model.depth
+        self.network: PEagleNetwork = model.model
         slots = {name: getattr(context, name) + self.depth for name in ("capacity", "max_capacity")}
-        self.session = self.head = MaskedHeadSession(model, aux_layers, replace(context, **slots))
+        HeadDraftSession.__init__(self, model, aux_layers, replace(context, **slots))
+        self.device = torch.device("cpu")  # of the answers
 
     @property
     def depth(self) -> int:
         """How many depths are predicted."""
-        return self.max_depth
-
-    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
-        """Take note of the committed tokens and of the target's states that chose them."""
-        self.head.commit(tokens, states, scored)
-        super().commit(tokens, states, scored)
-
-    def join(self, other: DraftRows) -> None:
-        """Take in the rows of another session, with its head's cache of them."""
-        assert isinstance(other, PEagleSession)
-        super().join(other)
-        self.head.join(other.head)
-
-    def read(self, row: int, ids: Sequence[int]) -> Cached | None:
-        """Return the head's cache of a row."""
-        return self.head.read(row, ids)
-
-    @property
-    def limit(self) -> int | None:  # type: ignore[override]
-        """How many tokens the head's context has; None if it has no end."""
-        return self.head.limit
+        return self.network.depth
 
     def levels_left(self) -> list[int]:
         """Return, per row, how many levels can be predicted: all, if they fit into the head's context."""
-        return [self.depth if levels >= self.depth else 0 for levels in self.head.levels_left()]
+        return [self.depth if levels >= self.depth else 0 for levels in HeadDraftSession.levels_left(self)]
 
     def predict(self) -> Tensor:
-        """Run the step's pass: logits (B, D, V')."""
-        return self.head.all_depths()
+        """Feed each row's uncached tokens and the masked ones, keep the former: logits (B, D, V') of depths 1 ... D."""
+        self.catch_up()
+        chains, states = self.uncached, self._uncached_inputs()["target_states"]
+        masked = self.depth - 1
+        mask = self.network.mask_hidden.expand(masked, -1, -1)
+        fed = torch.cat([part for row in states for part in (row.to(mask.dtype), mask)])
+        layout = self.session.chains([[*chain, *[self.network.mask_token_id] * masked] for chain in chains])
+        wanted = [range(len(chain) - 1, len(chain) + masked) for chain in chains]
+        logits = self.session.append(layout, wanted, target_states=fed)
+        self.session.commit([range(len(chain)) for chain in chains])
+        self.note_cached(0)
+        return logits.padded()
 
 
 def recognises(checkpoint: Checkpoint) -> bool:
