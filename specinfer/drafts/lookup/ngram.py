@@ -4,8 +4,7 @@ Knows: the longest n-gram.  Does not know: any model, how occurrences are counte
 """
 
 from specinfer.common.values import checked_count
-from specinfer.drafts.lookup.suffix import LookupDraft, SuffixSession
-from specinfer.engine.draft import DraftContext
+from specinfer.drafts.lookup.suffix import LookupDraft
 
 
 class NGramDraft(LookupDraft):
@@ -21,13 +20,9 @@ class NGramDraft(LookupDraft):
     name = "ngram"
 
     def __init__(self, max_ngram: int = 4) -> None:
-        self.max_ngram = checked_count("max_ngram", max_ngram, 1, "looks nothing up")
+        self.max_ngram = self.max_context = checked_count("max_ngram", max_ngram, 1, "looks nothing up")
+        self.lengths = range(1, self.max_ngram + 1)
 
     def identity(self) -> dict[str, object]:
         """Return the longest context."""
         return {"max_ngram": self.max_ngram}
-
-    def open(self, context: DraftContext) -> SuffixSession:
-        """Start drafting for a batch of rows."""
-        lengths = range(1, self.max_ngram + 1)
-        return SuffixSession(context, lengths, self.max_ngram, special=self.special, template=self.template)

@@ -12,7 +12,6 @@ back.
 from collections.abc import Sequence
 from copy import copy
 from itertools import takewhile
-from math import inf
 from typing import Self
 
 import torch
@@ -24,7 +23,7 @@ from specinfer.common.values import checked_count
 from specinfer.drafts.lookup.memory import Memory
 from specinfer.drafts.lookup.text_index import LENGTHS, LEVEL, MAX_CONTEXT, Passages, TextIndex, successors
 from specinfer.drafts.rows import DraftRows
-from specinfer.engine.draft import Committed, Draft, DraftContext, DraftSession, Scored, States
+from specinfer.engine.draft import Committed, Draft, DraftContext, Scored, States
 from specinfer.errors import InputError
 from specinfer.prompts import encode
 from specinfer.tree import Frontier, Source
@@ -34,8 +33,21 @@ OTHERS = 4  # other rows of a call that a row drafts from, if there is a memory
 
 
 class LookupDraft(Draft):
-    """A draft from texts, which knows the tokens that every text of a chat template holds."""
+    """A draft from texts, which knows the tokens that every text of a chat template holds.
 
+    Attributes:
+        lengths: of the n-grams that are indexed, ascending.
+        max_context: longest context looked up, in tokens.
+        power: of every escape.
+        resuming: whether it follows passages.
+        memory: of earlier texts; None: the row's own text alone.  `SpeculativeDecoder(memory=...)` sets it.
+    """
+
+    lengths: Sequence[int]
+    max_context: int
+    power = 1.0
+    resuming = False
+    memory: Memory | None = None
     special: frozenset[int] = frozenset()  # ids of special tokens
     template: Sequence[int] = ()  # with which the chat template begins every prompt
 
@@ -44,6 +56,10 @@ class LookupDraft(Draft):
         bound = copy(self)
         bound.special, bound.template = special_ids(tokenizer), template_prefix(tokenizer)
         return bound
+
+    def open(self, context: DraftContext) -> "SuffixSession":
+        """Start drafting for a batch of rows."""
+        return SuffixSession(context, self)
 
 
 class SuffixDraft(LookupDraft):
@@ -60,10 +76,12 @@ class SuffixDraft(LookupDraft):
     """
 
     name = "suffix"
+    power = POWER
 
     def __init__(self, max_context: int = MAX_CONTEXT) -> None:
         self.max_context = checked_count("max_context", max_context, 1, "looks nothing up")
-        self.memory: Memory | None = None
+        self.lengths = [n for n in LENGTHS if n <= self.max_context]
+        self.resuming = len(self.lengths) > LEVEL
 
     def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> Self:
         """Return a copy that knows the tokenizer's special tokens and how its chat template begins.
@@ -80,12 +98,6 @@ class SuffixDraft(LookupDraft):
     def identity(self) -> dict[str, object]:
         """Return the longest context."""
         return {"max_context": self.max_context}
-
-    def open(self, context: DraftContext) -> "SuffixSession":
-        """Start drafting for a batch of rows."""
-        lengths = [n for n in LENGTHS if n <= self.max_context]
-        resuming, known = len(lengths) > LEVEL, (self.special, self.template)
-        return SuffixSession(context, lengths, self.max_context, POWER, self.memory, resuming, *known)
 
     @property
     def learns(self) -> bool:
@@ -137,35 +149,25 @@ def with_memory(drafts: Sequence[Draft], memory: Memory | None) -> list[Draft]:
     return ready
 
 
-class SuffixSession(DraftRows, DraftSession):
+class SuffixSession(DraftRows):
     """A counting draft at work: a `Source` of sparse distributions on the CPU."""
 
     per_row = (*DraftRows.per_row, "texts", "unread", "passages")
     device = torch.device("cpu")
 
-    def __init__(
-        self,
-        context: DraftContext,
-        lengths: Sequence[int],
-        max_context: int,
-        power: float = 1.0,
-        memory: Memory | None = None,
-        resuming: bool = False,
-        special: frozenset[int] = frozenset(),
-        template: Sequence[int] = (),
-    ) -> None:
+    def __init__(self, context: DraftContext, draft: LookupDraft) -> None:
         super().__init__(context)
-        self.max_context, self.power, self.memory = max_context, power, memory
-        unsaid = [len(common([prompt, template])) for prompt in context.prompts]
+        self.max_context, self.power, self.memory = draft.max_context, draft.power, draft.memory
+        unsaid = [len(common([prompt, draft.template])) for prompt in context.prompts]
         predicted = context.predicted or [()] * len(unsaid)
-        self.texts = [TextIndex(lengths, max_context, special) for _ in unsaid]
+        self.texts = [TextIndex(draft.lengths, draft.max_context, draft.special) for _ in unsaid]
         for text, ids, count in zip(self.texts, predicted, unsaid, strict=True):
             text.extend(ids)
             text.begin()
             text.unsaid = len(text.ids) + count
         self.unread = [list(prompt) for prompt in context.prompts]  # tokens that are not in the texts yet
-        self.passages = [Passages() for _ in self.texts if resuming]  # per row, or none
-        if resuming:
+        self.passages = [Passages() for _ in self.texts if draft.resuming]  # per row, or none
+        if draft.resuming:
             self._read()
         self.paths: list[list[tuple[int, ...]]] = []  # per row: the path of every frontier node so far, root first
 
@@ -198,7 +200,16 @@ class SuffixSession(DraftRows, DraftSession):
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return each node's k likeliest successors and their log-probabilities, both (B, W, at most k)."""
-        count = None if self.couplings else k
+        tokens, q = self._likeliest(frontier, None if self.couplings else k)
+        return self.coupled(tokens, q, k, frontier.depth) if self.couplings else (tokens, q.log())
+
+    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Draw k children per node from the normalised successor distribution; nodes without successors have none."""
+        tokens, q = self._likeliest(frontier, None)
+        return self.drawn(self.dense(tokens, q.log()), k, replacement, frontier.depth)
+
+    def _likeliest(self, frontier: Frontier, count: int | None) -> tuple[Tensor, Tensor]:
+        """Return each node's likeliest successors, so many or all, and their probabilities, (B, W, K); 0 = padding."""
         ranked = [
             [sorted(distribution.items(), key=lambda item: (-item[1], item[0]))[:count] for distribution in row]
             for row in self._distributions(frontier)
@@ -206,22 +217,7 @@ class SuffixSession(DraftRows, DraftSession):
         width = max((len(node) for row in ranked for node in row), default=0) or 1
         padded = [[[*node, *[(0, 0.0)] * (width - len(node))] for node in row] for row in ranked]
         table = torch.tensor(padded, dtype=torch.float64, device=self.device).view(self.batch, len(ranked[0]), width, 2)
-        tokens, q = table[..., 0].long(), table[..., 1].float()
-        return self.coupled(tokens, q, k, frontier.depth) if self.couplings else (tokens, q.log())
-
-    def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Draw k children per node from the normalised successor distribution; nodes without successors have none."""
-        distributions = self._distributions(frontier)
-        dense = torch.full(
-            (self.batch, len(distributions[0]), self.context.vocab_size), -inf, dtype=torch.float32, device=self.device
-        )
-        for row, nodes in enumerate(distributions):
-            for node, distribution in enumerate(nodes):
-                if distribution:
-                    dense[row, node, list(distribution)] = torch.tensor(
-                        list(distribution.values()), dtype=torch.float32, device=self.device
-                    ).log()
-        return self.drawn(dense, k, replacement, frontier.depth)
+        return table[..., 0].long(), table[..., 1].float()
 
     def _read(self) -> None:
         """Put unread tokens into the texts."""
