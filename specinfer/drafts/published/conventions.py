@@ -7,8 +7,8 @@ nothing.  So the target writes a text, and under each convention the head is ask
 that follow.  The convention under which a chain of first choices is accepted furthest is taken.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -20,7 +20,7 @@ from specinfer.engine.draft import DraftContext, DraftSession
 from specinfer.engine.processors import Processors
 from specinfer.errors import ModelError
 from specinfer.prompts import encode
-from specinfer.tree import Chain, Forest, Frontier, Growth, Kind, Policy, Source
+from specinfer.tree import Forest, Frontier, Kind
 
 PROMPTS = (
     "Write a short story about a lighthouse keeper.",
@@ -107,42 +107,28 @@ def agreement(
         aux_layers=text.aux_layers,
         states=[states[: start - 1] if start > 1 else None for states, start in zip(text.states, starts, strict=True)],
     )
-    asked = _Along(text)
     session = open_session(context)
-    for _ in range(TOKENS):
-        columns = [start + asked.position for start in starts]
-        session.propose(asked, [row[column - 1] for row, column in zip(text.ids, columns, strict=True)], DEPTHS)
-        tokens = [[row[column]] for row, column in zip(text.ids, columns, strict=True)]
-        session.commit(tokens, [row[column - 1 : column] for row, column in zip(text.states, columns, strict=True)])
-        asked.position += 1
-    return [hits / max(1, count) for hits, count in zip(asked.hits, asked.counts, strict=True)]
+    hits, counts = [0] * DEPTHS, [0] * DEPTHS
+    for position in range(TOKENS):
+        now = [start + position for start in starts]
+        for level, first in enumerate(_first_choices(session, text, now)):
+            for row, token, column, end in zip(text.ids, first, now, text.ends, strict=True):
+                hits[level] += column + level < end and token == row[column + level]
+                counts[level] += column + level < end
+        tokens = [[row[column]] for row, column in zip(text.ids, now, strict=True)]
+        session.commit(tokens, [row[column - 1 : column] for row, column in zip(text.states, now, strict=True)])
+    return [right / max(1, count) for right, count in zip(hits, counts, strict=True)]
 
 
-@dataclass
-class _Along(Policy):
-    """Asks a draft what follows each token of known texts: to its session, a policy that grows bare roots."""
-
-    text: WrittenText
-    position: int = 0  # new tokens so far
-    hits: list[int] = field(default_factory=lambda: [0] * DEPTHS)
-    counts: list[int] = field(default_factory=lambda: [0] * DEPTHS)
-    kind: Kind = Kind.RANKED
-    max_nodes: int = DEPTHS
-    max_depth: int = DEPTHS
-    prescribes = True
-
-    def grow(self, source: Source, max_depth: int | None = None) -> Growth:
-        """Ask for every depth, along the text."""
-        above = torch.full((source.batch, 1), -1, device=source.device)
-        for level in range(DEPTHS if max_depth is None else min(DEPTHS, max_depth)):
-            first = source.top(Frontier.chain(above, level), 1)[0][:, 0, 0].tolist()
-            columns = [start + self.position + level for start in self.text.prompt_lengths]
-            true = [row[column] for row, column in zip(self.text.ids, columns, strict=True)]
-            for found, token, column, end in zip(first, true, columns, self.text.ends, strict=True):
-                self.hits[level] += column < end and found == token
-                self.counts[level] += column < end
-            above = torch.tensor(true, device=source.device)[:, None]
-        return Chain(0).grow(source)
+def _first_choices(session: DraftSession, text: WrittenText, now: Sequence[int]) -> Iterator[list[int]]:
+    """Yield a draft's first choices at depth 1, 2, ... below the rows' tokens before some columns, along the text."""
+    above = [row[column - 1] for row, column in zip(text.ids, now, strict=True)]
+    source = session.source(above)
+    for level in range(min(DEPTHS, max(session.levels_left(), default=DEPTHS))):
+        assert source is not None
+        parents = torch.tensor(above, device=source.device)[:, None]
+        yield source.top(Frontier.chain(parents, level), 1)[0][:, 0, 0].tolist()
+        above = [row[column + level] for row, column in zip(text.ids, now, strict=True)]
 
 
 def choose(name: str, measured: dict[Convention, list[float]], least: float = LEAST) -> tuple[Convention, str]:
