@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specinfer.common.files import checked_path, write_whole
 from specinfer.common.lock import Lock
-from specinfer.drafts.lookup.text_index import BREAK, LENGTHS, MAX_CONTEXT, TextIndex
+from specinfer.drafts.lookup.text_index import BREAK, LENGTHS, MAX_CONTEXT, TextIndex, texts_of
 from specinfer.errors import InputError, TokenizerMismatch, one_line
 from specinfer.loading import tokenizer_fingerprint
 
@@ -71,7 +71,7 @@ class Memory:
             raise InputError(f"there is no memory {name}: give a file that Memory.save wrote, or Memory()") from error
         except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise InputError(f"{name} is not a memory, or is incomplete ({one_line(error, 160)}): {ADVICE}") from error
-        memory.learn([text[text != BREAK] for text in np.split(ids, np.flatnonzero(ids == BREAK))])
+        memory.learn([*texts_of(ids)])
         return memory
 
     def save(self, path: str | os.PathLike[str]) -> None:

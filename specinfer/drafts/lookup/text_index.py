@@ -30,9 +30,10 @@ they come before the short contexts.
 
 from array import array
 from collections.abc import Container, Iterator, Sequence
-from itertools import pairwise
 from sys import getsizeof
 from typing import NamedTuple
+
+import numpy as np
 
 LENGTHS, MAX_CONTEXT = (1, 2, 3, 4, 8, 16, 32), 64  # of indexed n-grams, and of the longest match
 RECENT = 32  # occurrences of one n-gram that are counted at most, the newest first
@@ -107,12 +108,8 @@ class TextIndex:
                     last[gram] = position
 
     def texts(self, size: int) -> Iterator[list[int]]:
-        """Yield the texts that the last ``size`` ids hold, oldest first; the first may lack its beginning."""
-        kept = self.ids[len(self.ids) - size :]
-        breaks = [-1, *(at for at, token in enumerate(kept) if token == BREAK), len(kept)]
-        for left, right in pairwise(breaks):
-            if right - left > 1:
-                yield kept[left + 1 : right].tolist()
+        """Return the texts that the last ``size`` ids hold, oldest first; the first may lack its beginning."""
+        return texts_of(np.array(self.ids[len(self.ids) - size :], np.int32))
 
     def seen(self, context: tuple[int, ...]) -> bool:
         """Return whether anything followed the last tokens of a context."""
@@ -139,6 +136,13 @@ class TextIndex:
             found.append((length, position))
             position = before[position]
         return found
+
+
+def texts_of(ids: np.ndarray) -> Iterator[list[int]]:
+    """Yield the texts, without empty ones, in ids (n,) with breaks between them."""
+    for text in np.split(ids, np.flatnonzero(ids == BREAK)):
+        if kept := text[text != BREAK].tolist():
+            yield kept
 
 
 class Match(NamedTuple):
