@@ -79,7 +79,7 @@ class OnlineHead(HeadDraft):
         """Start drafting for a batch of rows, and keep what there is to learn."""
         if self.model is None:
             return super().open(context)  # which raises
-        return OnlineHeadSession(self.model, self.aux_layers, self.inverse_temperature, context, self.buffer)
+        return OnlineHeadSession(self.model, self, context)
 
     @property
     def owner(self) -> object:
@@ -139,16 +139,9 @@ class OnlineHeadSession(HeadDraftSession):
 
     per_row = (*HeadDraftSession.per_row, "recorders")
 
-    def __init__(
-        self,
-        model: TreeModel,
-        aux_layers: Sequence[int],
-        inverse_temperature: float,
-        context: DraftContext,
-        buffer: ExampleBuffer,
-    ) -> None:
-        super().__init__(model, aux_layers, context, inverse_temperature)
-        self.buffer = buffer
+    def __init__(self, model: TreeModel, draft: OnlineHead, context: DraftContext) -> None:
+        super().__init__(model, draft.aux_layers, context, draft.inverse_temperature)
+        self.buffer = draft.buffer
         rows = zip(self.uncached, self.states, strict=True)
         self.recorders = [Recorder(tokens, torch.cat(states), self.draft) for tokens, states in rows]
 
