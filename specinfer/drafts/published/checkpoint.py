@@ -8,12 +8,12 @@ Nothing in a checkpoint is run: no remote code, and a pickle is read with ``weig
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from pickle import UnpicklingError
 
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -52,19 +52,9 @@ class Checkpoint:
             raise ModelError(f"cannot read {folder / 'config.json'}: {one_line(error)}") from error
         return cls(name.rstrip("/").split("/")[-1], folder, config)
 
-    def keys(self) -> set[str]:
-        """Return the names of the weights; of pickles only after reading them."""
-        names: set[str] = set()
-        for file in self.folder.glob("*.safetensors"):
-            try:
-                with safe_open(file, "pt") as opened:
-                    names |= set(opened.keys())
-            except Exception as error:  # a damaged file may raise anything
-                raise ModelError(f"cannot read the weights in {file}: {one_line(error)}") from error
-        return names or set(self.weights())
-
-    def weights(self) -> dict[str, Tensor]:
-        """Read the weights: safetensors if there are any, else a pickle of tensors alone.
+    @cached_property
+    def weights(self) -> Mapping[str, Tensor]:
+        """The weights by name: of safetensors if there are any, else of a pickle of tensors alone.
 
         Raises:
             ModelError: there are none, they are damaged, or a pickle holds more than tensors.

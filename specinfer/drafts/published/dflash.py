@@ -54,7 +54,7 @@ def load(checkpoint: Checkpoint) -> tuple[DFlashNetwork, OpenSession]:
     config = block_config(**fields, **(SPECIAL[kind](options) if kind in SPECIAL else {}))
     if kind == "dspark" and not config.markov_rank and not config.enable_confidence_head:
         kind = "dflash"
-    weights = renamed(checkpoint.weights(), _current_name)
+    weights = renamed(checkpoint.weights, _current_name)
     ids = vocabulary(checkpoint, weights, config.vocab_size)
     if kind == "dflash2" and ids is not None:
         raise checkpoint.refuse("it has d2t, and a DFlash 2 head's selector knows the whole vocabulary only")

@@ -57,7 +57,7 @@ class ConvolvedLayer(BlockLayer):
         super().__init__(config, index)
         self.attention_conv, self.mlp_conv = Convolution(config), Convolution(config)
 
-    def forward(self, hidden: Tensor, context: Tensor, reading: Reading) -> Tensor:
+    def forward(self, hidden: Tensor, reading: Reading, context: Tensor) -> Tensor:
         """Return the slots' next states, (B, slots, H): see `BlockLayer`."""
 
         def attend(states: Tensor) -> Tensor:
@@ -96,15 +96,12 @@ class DFlash2Network(DFlashNetwork):
     """
 
     draft_layers = (0,)
+    layer_type = ConvolvedLayer
 
     def build(self, config: LlamaConfig) -> None:
         """Add the layers."""
         super().build(config)
         self.candidate_selector = Selector(config)
-
-    def layer(self, index: int) -> BlockLayer:
-        """Return a new layer."""
-        return ConvolvedLayer(self.config, index)
 
 
 class DFlash2Session(BlockSession):

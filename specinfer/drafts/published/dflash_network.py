@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import Cache, LlamaConfig
 
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
+from specinfer.drafts.published.layers import Layer, Reading, norm
 from specinfer.drafts.published.network import DraftNetwork, Mask
 from specinfer.errors import ModelError
 
@@ -35,6 +35,7 @@ DEFAULTS: dict[str, object] = {
     "sliding_window": None,
     "attention_bias": False,
     "qkv_bias": False,
+    "qk_norm": True,
 }
 
 
@@ -51,6 +52,24 @@ def block_config(**fields: object) -> LlamaConfig:
     return config
 
 
+class BlockLayer(Layer):
+    """A layer of slots, which attend to context and slots."""
+
+    def forward(self, hidden: Tensor, reading: Reading, context: Tensor) -> Tensor:
+        """Return the slots' next states, (B, slots, H).
+
+        Args:
+            hidden: (B, slots, H).
+            reading: its mask (B, 1, slots, L), cosines and sines (B, slots + C, D), earlier context.
+            context: (B, C, H) the fused states of new tokens of the context, which no layer changes.
+        """
+        return self.added(hidden, self.attend(self.input_layernorm(hidden), context, reading))
+
+    def attend(self, normed: Tensor, context: Tensor, reading: Reading) -> Tensor:
+        """Return the attention of slots to the context and to each other."""
+        return self.self_attn(normed, torch.cat((normed, context), 1), reading)
+
+
 class DFlashNetwork(DraftNetwork):
     """The network of a DFlash or JetSpec head.
 
@@ -58,6 +77,7 @@ class DFlashNetwork(DraftNetwork):
         from_anchor: whether slot i predicts the token after its position, so that the root's slot also predicts;
             else slot i predicts the token at its position.
         draft_layers: hidden states that its session needs: 0, the last, for heads that read the slots' states.
+        layer_type: of the layers.
 
     Args:
         config: of `block_config`.
@@ -65,6 +85,7 @@ class DFlashNetwork(DraftNetwork):
     """
 
     draft_layers: tuple[int, ...] = ()
+    layer_type: type[BlockLayer] = BlockLayer
     never_compiled = "block heads run as they are"  # why, for `attention.packages`
 
     def build(self, config: LlamaConfig) -> None:
@@ -74,12 +95,8 @@ class DFlashNetwork(DraftNetwork):
         size, states = config.hidden_size, len(config.target_layer_ids)
         self.fc = nn.Linear(states * self.target_size, size, bias=False)  # the target's states -> one
         self.hidden_norm = norm(config)
-        self.layers = nn.ModuleList(self.layer(i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(self.layer_type(config, i) for i in range(config.num_hidden_layers))
         self.norm = norm(config)
-
-    def layer(self, index: int) -> "BlockLayer":
-        """Return a new layer."""
-        return BlockLayer(self.config, index)
 
     @property
     def depth(self) -> int:
@@ -137,7 +154,7 @@ class DFlashNetwork(DraftNetwork):
         masks = self._masks(attention_mask, slots, position_ids)
         hidden = self.embed(input_ids[:, :slots]) * self.config.input_scale
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            hidden = layer(hidden, context, Reading(masks[kind], rotary, past_key_values))
+            hidden = layer(hidden, Reading(masks[kind], rotary, past_key_values), context)
         hidden = self.norm(hidden)
         kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
         return SimpleNamespace(logits=self.logits(kept), hidden_states=(hidden,))
@@ -164,34 +181,3 @@ class DFlashNetwork(DraftNetwork):
             if kind in masks:
                 masks[kind] = masks[kind].masked_fill(later[:, None], torch.finfo(masks[kind].dtype).min)
         return masks
-
-
-class BlockLayer(nn.Module):
-    """A layer of slots: attention to context and slots, and an MLP, each after a norm.
-
-    Args:
-        config: of `block_config`.
-        index: of the layer in the cache.
-    """
-
-    def __init__(self, config: LlamaConfig, index: int) -> None:
-        super().__init__()
-        self.input_layernorm = norm(config)
-        self.self_attn = Attention(config, index, config.hidden_size, norms=True)
-        self.post_attention_layernorm = norm(config)
-        self.mlp = mlp(config)
-
-    def forward(self, hidden: Tensor, context: Tensor, reading: Reading) -> Tensor:
-        """Return the slots' next states, (B, slots, H).
-
-        Args:
-            hidden: (B, slots, H).
-            context: (B, C, H) the fused states of new tokens of the context, which no layer changes.
-            reading: its mask (B, 1, slots, L), cosines and sines (B, slots + C, D), earlier context.
-        """
-        hidden = hidden + self.attend(self.input_layernorm(hidden), context, reading)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-    def attend(self, normed: Tensor, context: Tensor, reading: Reading) -> Tensor:
-        """Return the attention of slots to the context and to each other."""
-        return self.self_attn(normed, torch.cat((normed, context), 1), reading)

@@ -57,18 +57,6 @@ class MarkovHead(nn.Module):
         return gate * state + (1 - gate) * candidate.tanh(), self.markov_w2(output.tanh())
 
 
-class ConfidenceHead(nn.Module):
-    """The chance that the token of a slot is accepted, if those before it were.
-
-    Args:
-        width: of what it reads.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Linear(width, 1)
-
-
 class DSparkNetwork(DFlashNetwork):
     """The network of a DSpark head.
 
@@ -90,7 +78,8 @@ class DSparkNetwork(DFlashNetwork):
         rank = self.path_size = config.markov_rank
         self.markov_head = MarkovHead(config, self.words) if rank else None
         width = config.hidden_size + (rank if config.confidence_head_with_markov else 0)
-        self.confidence_head = ConfidenceHead(width) if config.enable_confidence_head else None
+        confidence = nn.ModuleDict({"proj": nn.Linear(width, 1)})  # in a slot's token, if those above are right
+        self.confidence_head = confidence if config.enable_confidence_head else None
         if self.confidence_head or (rank and config.markov_head_type != "vanilla"):
             self.draft_layers = (0,)
 
@@ -105,7 +94,7 @@ class DSparkNetwork(DFlashNetwork):
         if self.config.confidence_head_with_markov:
             assert self.markov_head is not None
             slots = torch.cat((slots, self.markov_head.markov_w1(parents)), -1)
-        return functional.logsigmoid(self.confidence_head.proj(slots))[..., 0]
+        return functional.logsigmoid(self.confidence_head["proj"](slots))[..., 0]
 
 
 class DSparkSession(BlockSession):

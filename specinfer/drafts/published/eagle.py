@@ -18,25 +18,8 @@ from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign
 from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.eagle3 import eagle3_config, layer_fields, layers_of, read_weights
-from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
+from specinfer.drafts.published.layers import DecoderLayer, Reading
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, OpenSession
-
-
-class EagleLayer(nn.Module):
-    """A Llama's decoder layer; the first one does not norm its input."""
-
-    def __init__(self, config: LlamaConfig, index: int) -> None:
-        super().__init__()
-        self.input_layernorm = norm(config) if index else None
-        self.self_attn = Attention(config, index, config.hidden_size)
-        self.post_attention_layernorm = norm(config)
-        self.mlp = mlp(config)
-
-    def forward(self, states: Tensor, reading: Reading) -> Tensor:
-        """Return states (B, T, H) after the layer; reading is `Attention`'s."""
-        read = states if self.input_layernorm is None else self.input_layernorm(states)
-        states = states + self.self_attn(read, read, reading)
-        return states + self.mlp(self.post_attention_layernorm(states))
 
 
 class EagleNetwork(AutoregressiveNetwork):
@@ -51,15 +34,13 @@ class EagleNetwork(AutoregressiveNetwork):
         """Add the layers."""
         self.num_states, self.target_size = 1, config.hidden_size
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
-        self.layers = nn.ModuleList(EagleLayer(config, index) for index in range(config.num_hidden_layers))
+        layers = [DecoderLayer(config, index) for index in range(config.num_hidden_layers)]
+        layers[0].input_layernorm = nn.Identity()
+        self.layers = nn.ModuleList(layers)
 
     def conventions(self, layers: int) -> list[Convention]:
         """Return how it is read; the format leaves nothing open."""
         return [Convention((layers,))]
-
-    def fused(self, states: Tensor) -> Tensor:
-        """Return the target's only state, (B, T, H)."""
-        return states[:, :, 0]
 
     def next_states(self, states: Tensor, tokens: Tensor, mask: Mask, positions: Tensor, cache: Cache | None) -> Tensor:
         """Return the states that are handed on, (B, T, H)."""
@@ -75,7 +56,7 @@ def recognises(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint is an EAGLE-1 head's, which has no norm of the states that it reads."""
     if (named := checkpoint.named("eagle")) is not None:
         return named
-    names = {name.removeprefix("model.") for name in checkpoint.keys()}  # noqa: SIM118
+    names = {name.removeprefix("model.") for name in checkpoint.weights}
     return {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= names and "hidden_norm.weight" not in names
 
 

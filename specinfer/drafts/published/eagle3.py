@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from transformers import Cache, LlamaConfig, Qwen3Config
 
 from specinfer.drafts.language_model import HeadDraftSession
-from specinfer.drafts.published.checkpoint import Checkpoint, assign, vocabulary
+from specinfer.drafts.published.checkpoint import Checkpoint, assign, renamed, vocabulary
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.layers import Attention, Reading, mlp, norm
+from specinfer.drafts.published.layers import DecoderLayer, Layer, Reading, norm
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, OpenSession
 from specinfer.errors import ModelError, one_line
 
@@ -56,34 +56,25 @@ def eagle3_config(**fields: object) -> LlamaConfig:
     return config
 
 
-class Eagle3Layer(nn.Module):
-    """A decoder layer.  The first one reads embeddings beside states, and norms them apart."""
+class FirstLayer(Layer):
+    """A decoder layer that reads embeddings beside states, and norms them apart."""
 
-    def __init__(self, config: LlamaConfig, index: int) -> None:
-        super().__init__()
-        self.input_layernorm = norm(config)
-        self.hidden_norm = None if index else norm(config)
-        self.self_attn = Attention(config, index, (1 if index else 2) * config.hidden_size, config.qk_norm)
-        self.post_attention_layernorm = norm(config)
-        self.mlp = mlp(config)
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config, 0, 2 * config.hidden_size)
+        self.hidden_norm = norm(config)
 
-    def forward(self, states: Tensor, embedded: Tensor, normed_residual: bool, reading: Reading) -> Tensor:
+    def forward(self, states: Tensor, reading: Reading, embedded: Tensor, normed_residual: bool) -> Tensor:
         """Return states (B, T, H) after the layer.
 
         Args:
             states: (B, T, H).
-            embedded: (B, T, H) embeddings.
-            normed_residual: whether the first layer adds to the normed states.
             reading: `Attention`'s.
+            embedded: (B, T, H) embeddings.
+            normed_residual: whether it adds to the normed states.
         """
-        if self.hidden_norm is None:
-            read = self.input_layernorm(states)
-        else:
-            normed = self.hidden_norm(states)
-            read = torch.cat((self.input_layernorm(embedded), normed), -1)
-            states = normed if normed_residual else states
-        states = states + self.self_attn(read, read, reading)
-        return states + self.mlp(self.post_attention_layernorm(states))
+        normed = self.hidden_norm(states)
+        read = torch.cat((self.input_layernorm(embedded), normed), -1)
+        return self.added(normed if normed_residual else states, self.self_attn(read, read, reading))
 
 
 class Eagle3Network(AutoregressiveNetwork):
@@ -105,7 +96,8 @@ class Eagle3Network(AutoregressiveNetwork):
         self.fc_norm = nn.ModuleList(norm(config, self.target_size) for _ in range(states)) if config.fc_norm else None
         self.input_norm = norm(config, width) if config.norm_before_fc else None
         self.fc = nn.Linear(width, config.hidden_size, bias=config.fc_bias) if config.fc else None
-        self.layers = nn.ModuleList(Eagle3Layer(config, index) for index in range(config.num_hidden_layers))
+        others = (DecoderLayer(config, index) for index in range(1, config.num_hidden_layers))
+        self.layers = nn.ModuleList([FirstLayer(config), *others])
         self.norm = norm(config)
 
     def conventions(self, layers: int) -> list[Convention]:
@@ -144,8 +136,10 @@ class Eagle3Network(AutoregressiveNetwork):
         """Return the states that are handed on, (B, T, H)."""
         assert not isinstance(mask, Mapping)
         reading = Reading(mask, self.rotary(positions, self.dtype), cache)
-        for layer in self.layers:
-            states = layer(states, tokens, self.norm_before_residual, reading)
+        first, *others = self.layers
+        states = first(states, reading, tokens, self.norm_before_residual)
+        for layer in others:
+            states = layer(states, reading)
         return self.norm(states) if self.norm_output else states
 
     def logits(self, states: Tensor) -> Tensor:
@@ -160,7 +154,7 @@ def recognises(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint is an EAGLE-3 head's."""
     if (named := checkpoint.named("eagle3")) is not None:
         return named
-    return any(_plain_name(name).startswith("layers.0.hidden_norm.") for name in checkpoint.keys())  # noqa: SIM118
+    return any(_plain_name(name).startswith("layers.0.hidden_norm.") for name in checkpoint.weights)
 
 
 def load(checkpoint: Checkpoint) -> tuple[Eagle3Network, OpenSession]:
@@ -174,7 +168,7 @@ def load(checkpoint: Checkpoint) -> tuple[Eagle3Network, OpenSession]:
 
 def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return the weights under the network's names."""
-    return {_plain_name(name): weight for name, weight in checkpoint.weights().items()}
+    return renamed(checkpoint.weights, _plain_name)
 
 
 def load_network(checkpoint: Checkpoint, weights: dict[str, Tensor], kind: type[Network]) -> Network:

@@ -1,6 +1,6 @@
 """Layers of published draft networks: attention whose queries and keys come from different states, and its block.
 
-Knows: widths, biases, norms of queries and keys.  Does not know: what the states are, checkpoint formats.
+Knows: widths, biases, norms.  Does not know: what the states are, checkpoint formats.
 """
 
 from typing import NamedTuple
@@ -23,13 +23,13 @@ class Attention(nn.Module):
     """Grouped-query attention with rotary positions, behind an additive mask.
 
     Args:
-        config: sizes as a Llama's: ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``attention_bias``.
+        config: sizes as a Llama's: ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``attention_bias``;
+            and ``qk_norm``, whether queries and keys are normed per head, as Qwen3's.
         index: of the layer in the cache.
         width: of the states that it reads; the output has ``hidden_size``.
-        norms: whether queries and keys are normed per head, as Qwen3's.
     """
 
-    def __init__(self, config: LlamaConfig, index: int, width: int, norms: bool = False) -> None:
+    def __init__(self, config: LlamaConfig, index: int, width: int) -> None:
         super().__init__()
         assert config.head_dim is not None
         assert config.num_key_value_heads is not None  # transformers fills both in
@@ -40,8 +40,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, keys, bias=bias)
         self.v_proj = nn.Linear(width, keys, bias=bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=bias and not config.qkv_bias)
-        self.q_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if norms else None
-        self.k_norm = LlamaRMSNorm(self.head_dim, eps=config.rms_norm_eps) if norms else None
+        self.q_norm = norm(config, self.head_dim) if config.qk_norm else None
+        self.k_norm = norm(config, self.head_dim) if config.qk_norm else None
 
     def forward(self, asking: Tensor, known: Tensor, reading: Reading) -> Tensor:
         """Return the states that each asking token reads, (B, S, H).
@@ -64,10 +64,10 @@ class Attention(nn.Module):
         keys = _turned(keys, rotary)
         return (keys, values) if cache is None else cache.update(keys, values, self.index)
 
-    def _heads(self, states: Tensor, norm: nn.Module | None) -> Tensor:
+    def _heads(self, states: Tensor, normed: nn.Module | None) -> Tensor:
         """Return states by head, (B, heads, T, D)."""
         heads = states.unflatten(2, (-1, self.head_dim))
-        return (heads if norm is None else norm(heads)).transpose(1, 2)
+        return (heads if normed is None else normed(heads)).transpose(1, 2)
 
 
 def _turned(heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
@@ -76,11 +76,37 @@ def _turned(heads: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     return heads * cosines + rotate_half(heads) * sines
 
 
+class Layer(nn.Module):
+    """The parts of a Llama's decoder layer: attention and a gated MLP, each after a norm.
+
+    Args:
+        config: as `Attention`'s.
+        index: of the layer in the cache.
+        width: of the states that its attention reads; None = ``hidden_size``.
+    """
+
+    def __init__(self, config: LlamaConfig, index: int, width: int | None = None) -> None:
+        super().__init__()
+        self.input_layernorm: nn.Module = norm(config)
+        self.self_attn = Attention(config, index, width or config.hidden_size)
+        self.post_attention_layernorm = norm(config)
+        self.mlp = LlamaMLP(config)
+
+    def added(self, states: Tensor, attended: Tensor) -> Tensor:
+        """Return states (B, T, H) after the layer, given what its attention read, (B, T, H)."""
+        states = states + attended
+        return states + self.mlp(self.post_attention_layernorm(states))
+
+
+class DecoderLayer(Layer):
+    """A Llama's decoder layer."""
+
+    def forward(self, states: Tensor, reading: Reading) -> Tensor:
+        """Return states (B, T, H) after the layer; reading is `Attention`'s."""
+        read = self.input_layernorm(states)
+        return self.added(states, self.self_attn(read, read, reading))
+
+
 def norm(config: LlamaConfig, width: int | None = None) -> LlamaRMSNorm:
     """Return a root-mean-square norm of the network's width, or another one."""
     return LlamaRMSNorm(width or config.hidden_size, eps=config.rms_norm_eps)
-
-
-def mlp(config: LlamaConfig) -> LlamaMLP:
-    """Return a gated MLP, as a Llama's."""
-    return LlamaMLP(config)

@@ -126,7 +126,7 @@ def load(checkpoint: Checkpoint) -> tuple[MedusaNetwork, type[MedusaSession]]:
     Raises:
         ModelError: weights are missing, unknown or of another shape, or there is no head.
     """
-    weights = renamed(checkpoint.weights(), lambda name: name.removeprefix(PREFIX))
+    weights = renamed(checkpoint.weights, lambda name: name.removeprefix(PREFIX))
     heads, layers = _counts(weights)
     output = weights.get(f"0.{layers}.weight")
     if output is None or output.ndim != 2:

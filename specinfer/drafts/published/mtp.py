@@ -62,10 +62,6 @@ class MtpNetwork(AutoregressiveNetwork):
         """Return the target's embeddings (..., H)."""
         return self.model.embed_tokens(ids)
 
-    def fused(self, states: Tensor) -> Tensor:
-        """Return the target's only state, (B, T, H)."""
-        return states[:, :, 0]
-
     def next_states(self, states: Tensor, tokens: Tensor, mask: Mask, positions: Tensor, cache: Cache | None) -> Tensor:
         """Return the states that are handed on, (B, T, H)."""
         layer = self.model.layers[0]

@@ -167,9 +167,9 @@ class AutoregressiveNetwork(DraftNetwork):
         """The additional inputs of each kind of pass: name -> shape after (B, T)."""
         return {"target_states": (self.num_states, self.target_size)}, {"draft_states": (self.config.hidden_size,)}
 
-    @abstractmethod
     def fused(self, states: Tensor) -> Tensor:
-        """Return the target's states (B, T, K, Ht) as one, (B, T, H)."""
+        """Return the target's states (B, T, K, Ht) as one, (B, T, H): by default the only one."""
+        return states[:, :, 0]
 
     @abstractmethod
     def next_states(self, states: Tensor, tokens: Tensor, mask: Mask, positions: Tensor, cache: Cache | None) -> Tensor:

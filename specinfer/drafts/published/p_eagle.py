@@ -82,7 +82,7 @@ class PEagleSession(LatticeSession, HeadDraftSession):
 def recognises(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint is a P-EAGLE head's."""
     named = checkpoint.named("peagle")
-    return named if named is not None else bool({"mask_hidden", "model.mask_hidden"} & checkpoint.keys())
+    return named if named is not None else bool({"mask_hidden", "model.mask_hidden"} & checkpoint.weights.keys())
 
 
 def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, OpenSession]:
