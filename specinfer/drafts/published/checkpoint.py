@@ -130,9 +130,10 @@ def renamed(weights: Mapping[str, Tensor], rename: Callable[[str], str]) -> dict
 
 
 def vocabulary(checkpoint: Checkpoint, weights: dict[str, Tensor], vocab_size: int) -> Tensor | None:
-    """Take ``d2t`` and ``t2d`` out of weights; return the target's ids of a reduced vocabulary, (V',), or None.
+    """Return the target's ids of a reduced vocabulary, (V',), or None.
 
-    ``d2t`` holds offsets: token i of the draft is token i + d2t[i] of the target.
+    They become ``token_ids`` in weights, in the place of ``d2t`` and ``t2d``.  ``d2t`` holds offsets: token i of the
+    draft is token i + d2t[i] of the target.
 
     Raises:
         ModelError: they contradict each other, or name tokens that the target does not have.
@@ -147,6 +148,7 @@ def vocabulary(checkpoint: Checkpoint, weights: dict[str, Tensor], vocab_size: i
         raise checkpoint.refuse(f"its d2t does not give different ids below {vocab_size}")
     if used is not None and not torch.equal(used.bool().nonzero()[:, 0], ids.sort().values):
         raise checkpoint.refuse("its d2t and t2d name different tokens")
+    weights["token_ids"] = ids
     return ids
 
 

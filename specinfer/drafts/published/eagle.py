@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from transformers import Cache, LlamaConfig
 
 from specinfer.drafts.head import HeadDraftSession
-from specinfer.drafts.published.checkpoint import Checkpoint, assign
+from specinfer.drafts.published.checkpoint import Checkpoint
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.eagle3 import eagle3_config, layer_fields, layers_of, read_weights
+from specinfer.drafts.published.eagle3 import eagle3_config, layer_fields, layers_of, load_network, read_weights
 from specinfer.drafts.published.layers import DecoderLayer, Reading
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, OpenSession
 
@@ -69,7 +69,4 @@ def load(checkpoint: Checkpoint) -> tuple[EagleNetwork, OpenSession]:
     weights = read_weights(checkpoint)
     fields = layer_fields(layers_of(checkpoint), weights)
     config = eagle3_config(**fields, fc_bias=checkpoint.config.get("bias") is not False)  # absent, it is true
-    with torch.device("meta"):
-        network = EagleNetwork(config, None, "embed_tokens.weight" in weights, "lm_head.weight" in weights)
-    assign(checkpoint, network, weights)
-    return network, HeadDraftSession
+    return load_network(checkpoint, weights, config, EagleNetwork), HeadDraftSession

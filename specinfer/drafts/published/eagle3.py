@@ -28,7 +28,7 @@ FIELDS = ("rms_norm_eps", "hidden_act", "mlp_bias", "rope_theta", "rope_scaling"
 ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "llama3"}  # whose tables do not change with the length of a text
 ATTENTION = "layers.0.self_attn."  # of a head's first layer: where its weights are
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-Network = TypeVar("Network", bound="Eagle3Network")
+Network = TypeVar("Network", bound=AutoregressiveNetwork)
 # attributes of `eagle3_config` beside a Llama's
 DEFAULTS: dict[str, object] = {
     "qkv_bias": False,  # with `attention_bias`: the attention's output has none
@@ -163,7 +163,8 @@ def load(checkpoint: Checkpoint) -> tuple[Eagle3Network, OpenSession]:
     Raises:
         ModelError: something is missing, unknown or contradictory.
     """
-    return load_network(checkpoint, read_weights(checkpoint), Eagle3Network), HeadDraftSession
+    weights = read_weights(checkpoint)
+    return load_network(checkpoint, weights, read_config(checkpoint, weights), Eagle3Network), HeadDraftSession
 
 
 def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -171,15 +172,14 @@ def read_weights(checkpoint: Checkpoint) -> dict[str, Tensor]:
     return renamed(checkpoint.weights, _plain_name)
 
 
-def load_network(checkpoint: Checkpoint, weights: dict[str, Tensor], kind: type[Network]) -> Network:
-    """Return the network that a checkpoint holds; its optional parts are those that the weights have."""
-    config = read_config(checkpoint, weights)
+def load_network(
+    checkpoint: Checkpoint, weights: dict[str, Tensor], config: LlamaConfig, kind: type[Network]
+) -> Network:
+    """Return the network of a kind that a checkpoint holds."""
     token_ids = vocabulary(checkpoint, weights, config.vocab_size)
     found = config.vocab_size if token_ids is None else len(token_ids)
     if (words := checkpoint.size("draft_vocab_size", default=found)) != found:
         raise checkpoint.refuse(f"its draft_vocab_size is {words}, but its d2t does not name as many tokens")
-    if token_ids is not None:
-        weights["token_ids"] = token_ids
     apart = config.hidden_size != config.target_hidden_size  # then the target's matrices do not fit
     embeds = apart or "embed_tokens.weight" in weights
     outputs = apart or token_ids is not None or "lm_head.weight" in weights

@@ -18,7 +18,7 @@ from specinfer.attention import TreeModel
 from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint
-from specinfer.drafts.published.eagle3 import Eagle3Network, layers_of, load_network, read_weights
+from specinfer.drafts.published.eagle3 import Eagle3Network, layers_of, load_network, read_config, read_weights
 from specinfer.drafts.published.network import OpenSession
 from specinfer.engine.draft import DraftContext
 
@@ -96,7 +96,7 @@ def load(checkpoint: Checkpoint) -> tuple[PEagleNetwork, OpenSession]:
     size = checkpoint.size("target_hidden_size", default=layers_of(checkpoint).size("hidden_size"))
     if mask is not None and mask.numel() % size == 0:
         weights["mask_hidden"] = mask.reshape(-1, size)
-    network = load_network(checkpoint, weights, PEagleNetwork)
+    network = load_network(checkpoint, weights, read_config(checkpoint, weights), PEagleNetwork)
     network.mask_token_id = _mask_token_id(checkpoint, network.vocab_size)
     network.depth = _depth(checkpoint)
     return network, PEagleSession
