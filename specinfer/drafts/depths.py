@@ -86,10 +86,6 @@ class LatticeSession(DepthsSession):
         """
         raise NotImplementedError
 
-    def confidence(self, parents: Tensor, depths: slice) -> Tensor | None:
-        """Return the log of the chance that any child of a parent (B, D, A) is accepted; None: it is not known."""
-        return None
-
     def source(self, roots: Sequence[int]) -> Source:
         """Return the session itself; nothing is predicted yet."""
         self._lattices = {}
@@ -148,8 +144,6 @@ class LatticeSession(DepthsSession):
         spread = None if noise is None else noise[:, :, None].expand_as(joint).flatten(1, 2)
         joint = self.scored(joint.flatten(1, 2), spread).view_as(joint)
         share = log_probs.logsumexp(-1)[:, :, None, None]  # of the depth's probability, that the candidates have
-        if (confidence := self.confidence(parents, depths)) is not None:
-            share = share + confidence.float()[..., None]
         return Lattice.of(self.ids(indices), joint.log_softmax(-1) + share)
 
     def _joint(self, logits: Tensor, indices: Tensor, parents: Tensor, depths: slice) -> Tensor:

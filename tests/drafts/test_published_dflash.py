@@ -470,28 +470,6 @@ def test_sampled_trees_hold_what_they_were_drawn_from(target, texts, tmp_path, k
         assert torch.tensor(distribution).tolist() == pytest.approx(wanted.tolist(), abs=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["dspark vanilla", "dspark gated", "dspark rnn"])
-def test_confidence_scales_paths(target, texts, tmp_path, kind):
-    """Switched on, every edge is multiplied by the chance that its slot's token is accepted."""
-    for seed in range(20):
-        folder, config, fact, weights = random_head(tmp_path / "head", kind, seed)
-        if "confidence_head.proj.weight" in weights:
-            break
-    draft, formulas = load(folder), Formulas(config, fact, weights, target)
-    draft.network.use_confidence = True
-    with torch.inference_mode():
-        tree = opened(draft, target, texts[:1], [7]).propose(BestFirst(9, 3), [texts[0][0][6]], 3)[0]
-    ids, states = texts[0]
-    base, slots = formulas.block(states[:6, fact["states"]], ids[6])
-    for above, token, log_prob in edges(tree):
-        read = slots[len(above) - 1]
-        if weights["confidence_head.proj.weight"].shape[1] > SIZE:
-            read = torch.cat([read, formulas.w["markov_head.markov_w1.weight"][above[-1]]])
-        sure = formulas.w["confidence_head.proj.weight"] @ read + formulas.w["confidence_head.proj.bias"]
-        wanted = formulas.children(base, slots, above)[token] + float(functional.logsigmoid(sure))
-        assert log_prob == pytest.approx(wanted, abs=1e-5)
-
-
 def test_long_prompts_are_read_once(target, tmp_path):
     """A long prompt costs no pass of the block's layers, and a step one pass."""
     draft = load(random_head(tmp_path / "head", "z-lab", 0)[0])
@@ -593,7 +571,6 @@ def test_conventions_that_are_measured(config, wanted):
         ("dflash2", {"conv_group_size": 7}, "does not divide"),
         ("domino", {"gru_hidden_dim": 0}, "gru_hidden_dim is 0"),
         ("dspark vanilla", {"markov_head_type": "tree"}, "Markov head is 'tree'"),
-        ("dspark none", {"enable_confidence_head": True, "confidence_head_with_markov": True}, "there is none"),
     ],
 )
 def test_what_cannot_be_honoured_is_one_line(tmp_path, kind, change, message):

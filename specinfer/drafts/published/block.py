@@ -94,13 +94,22 @@ class BlockRows(CachedRows, DepthsSession):
 
 
 class BlockSession(BlockRows, LatticeSession):
-    """A block head whose depths are independent, or depend on the parent's token alone."""
+    """A block head whose depths are independent; or, if its network has a `width`, depend on the parent alone."""
+
+    def __init__(self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> None:
+        super().__init__(model, aux_layers, context)
+        self.width = self.network.width
+
+    def pairs(self, parents: Tensor, children: Tensor, depths: slice) -> Tensor:
+        """Return the gain of children's logits after each parent, (B, D, A, K)."""
+        slots = None if self.slot_states is None else self.slot_states[:, depths]
+        return self.network.pairs(parents, children, slots)
 
 
 class PathSession(LevelRows, BlockRows):
     """A block head with a small recurrent network along the path: it answers level by level, without passes.
 
-    Its network has `path_size`, and `follow`.
+    Its network has a `path_size`, and `follow`.
     """
 
     def __init__(self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> None:
@@ -108,18 +117,14 @@ class PathSession(LevelRows, BlockRows):
         self.device = model.device  # of the answers
         self.carried: list[Tensor] = []  # (B, W, path_size) of each level's nodes in this step
 
-    def nodes(self, frontier: Frontier) -> tuple[Tensor, Tensor]:
-        """Return the tokens (B, W) of frontier nodes, and the states (B, W, H) of the slot below them."""
-        is_root = frontier.depth == 0
-        tokens = on_device(self.roots, self.device)[:, None] if is_root else frontier.tokens.to(self.device)
-        assert self.slot_states is not None
-        return tokens, self.slot_states[:, frontier.depth, None].expand(-1, tokens.shape[1], -1)
-
     def logits_after(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') after frontier nodes; keep their states for the nodes below."""
         base = self.logits[:, frontier.depth, None]
-        tokens, slots = self.nodes(frontier)
-        if frontier.depth == 0:
+        is_root = frontier.depth == 0
+        tokens = on_device(self.roots, self.device)[:, None] if is_root else frontier.tokens.to(self.device)
+        assert self.slot_states is not None
+        slots = self.slot_states[:, frontier.depth, None].expand(-1, tokens.shape[1], -1)  # below the nodes
+        if is_root:
             self.carried = []
             above = slots.new_zeros(len(slots), 1, self.network.path_size)
         else:

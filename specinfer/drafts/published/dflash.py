@@ -16,18 +16,15 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from specinfer.drafts.published.block import BlockSession, PathSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign, renamed, vocabulary
-from specinfer.drafts.published.dflash2 import DFlash2Network, DFlash2Session
+from specinfer.drafts.published.dflash2 import DFlash2Network
 from specinfer.drafts.published.dflash_network import FULL, SLIDING, DFlashNetwork, block_config
 from specinfer.drafts.published.domino import DominoNetwork
-from specinfer.drafts.published.dspark import DSparkNetwork, DSparkSession, RecurrentSession
+from specinfer.drafts.published.dspark import DSparkNetwork
 from specinfer.drafts.published.network import OpenSession
 from specinfer.errors import one_line
 
-KINDS = ("dflash2", "domino", "dspark", "dflash")  # the more special first
-TYPES: dict[str, type[PreTrainedConfig]] = {
-    "qwen3": Qwen3Config,
-    "llama": LlamaConfig,
-}  # of layers that are Qwen3's, whoever names them
+# of layers that are Qwen3's, whoever names them
+TYPES: dict[str, type[PreTrainedConfig]] = {"qwen3": Qwen3Config, "llama": LlamaConfig}
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps", "attention_bias"),
@@ -51,21 +48,19 @@ def load(checkpoint: Checkpoint) -> tuple[DFlashNetwork, OpenSession]:
     kind = next((kind for kind in KINDS if kind in _labels(checkpoint)), "dflash")
     options = _options(checkpoint)
     fields = _fields(_layers(checkpoint), options, kind)
-    config = block_config(**fields, **(SPECIAL[kind](options) if kind in SPECIAL else {}))
-    if kind == "dspark" and not config.markov_rank and not config.enable_confidence_head:
-        kind = "dflash"
+    network_type, special_fields = KINDS[kind]
+    config = block_config(**fields, **special_fields(options))
     weights = renamed(checkpoint.weights, _current_name)
+    if kind == "dspark":  # its confidence in tokens is not asked for: trees are cut by probability
+        weights = {name: weight for name, weight in weights.items() if not name.startswith("confidence_head.")}
     ids = vocabulary(checkpoint, weights, config.vocab_size)
     if kind == "dflash2" and ids is not None:
         raise checkpoint.refuse("it has d2t, and a DFlash 2 head's selector knows the whole vocabulary only")
-    network_type, session = NETWORKS[kind]
-    if getattr(config, "markov_head_type", "") == "rnn" and config.markov_rank:
-        session = RecurrentSession
     has = {what: f"{name}.weight" in weights for what, name in (("embeds", "embed_tokens"), ("outputs", "lm_head"))}
     with torch.device("meta"):
         network = network_type(config, ids, **has)
-    assign(checkpoint, network, weights if ids is None else {**weights, "token_ids": ids})
-    return network, session
+    assign(checkpoint, network, weights)
+    return network, PathSession if network.path_size else BlockSession
 
 
 def _labels(checkpoint: Checkpoint) -> str:
@@ -174,22 +169,13 @@ def _domino_fields(options: Checkpoint) -> Mapping[str, object]:
 
 
 def _dspark_fields(options: Checkpoint) -> Mapping[str, object]:
-    """Return the sizes of the Markov and confidence heads; speculators leaves out what is usual."""
-    given, usual = options.config, "speculators_model_type" in options.config
-    rank = given.get("markov_rank", 256 if usual else 0)
+    """Return the size and the kind of the Markov head; speculators leaves out what is usual."""
+    given = options.config
+    rank = given.get("markov_rank", 256 if "speculators_model_type" in given else 0)
     kind = str(given.get("markov_head_type", "vanilla")).lower()
     if type(rank) is not int or rank < 0 or kind not in MARKOV_HEADS:
         raise options.refuse(f"its Markov head is {kind!r:.40} of rank {rank!r:.40}, which is not known")
-    confident = given.get("enable_confidence_head", usual or bool(given.get("confidence_head_alpha")))
-    reads_parents = bool(confident and given.get("confidence_head_with_markov", usual))
-    if reads_parents and not rank:
-        raise options.refuse("its confidence head reads a Markov head, and there is none")
-    return {
-        "markov_rank": rank,
-        "markov_head_type": kind,
-        "enable_confidence_head": bool(confident),
-        "confidence_head_with_markov": reads_parents,
-    }
+    return {"markov_rank": rank, "markov_head_type": kind}
 
 
 def _current_name(name: str) -> str:
@@ -198,14 +184,10 @@ def _current_name(name: str) -> str:
     return re.sub(r"^(candidate_selector\.\w+_codebook)\.weight$", r"\1", name)
 
 
-SPECIAL: dict[str, Callable[[Checkpoint], Mapping[str, object]]] = {
-    "dflash2": _dflash2_fields,
-    "domino": _domino_fields,
-    "dspark": _dspark_fields,
-}
-NETWORKS: dict[str, tuple[type[DFlashNetwork], OpenSession]] = {
-    "dflash2": (DFlash2Network, DFlash2Session),
-    "domino": (DominoNetwork, PathSession),
-    "dspark": (DSparkNetwork, DSparkSession),
-    "dflash": (DFlashNetwork, BlockSession),
+# the networks of each kind, and how their own fields are read; the more special first
+KINDS: dict[str, tuple[type[DFlashNetwork], Callable[[Checkpoint], Mapping[str, object]]]] = {
+    "dflash2": (DFlash2Network, _dflash2_fields),
+    "domino": (DominoNetwork, _domino_fields),
+    "dspark": (DSparkNetwork, _dspark_fields),
+    "dflash": (DFlashNetwork, lambda _: {}),
 }

@@ -3,18 +3,15 @@
 Knows: both, as z-lab/dflash defines them.  Does not know: the layers around them (`dflash_network`), caches, files.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers import LlamaConfig
 
-from specinfer.attention import TreeModel
-from specinfer.drafts.published.block import BlockSession
 from specinfer.drafts.published.dflash_network import BlockLayer, DFlashNetwork
 from specinfer.drafts.published.layers import Reading
-from specinfer.engine.draft import DraftContext
 
 
 class Convolution(nn.Module):
@@ -101,17 +98,8 @@ class DFlash2Network(DFlashNetwork):
     def build(self, config: LlamaConfig) -> None:
         """Add the layers."""
         super().build(config)
-        self.candidate_selector = Selector(config)
+        self.candidate_selector, self.width = Selector(config), config.selector_top_k
 
-
-class DFlash2Session(BlockSession):
-    """A DFlash 2 head at work."""
-
-    def __init__(self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> None:
-        super().__init__(model, aux_layers, context)
-        self.width = self.network.config.selector_top_k
-
-    def pairs(self, parents: Tensor, children: Tensor, depths: slice) -> Tensor:
-        """Return the gain of children's logits after each parent, (B, D, A, K)."""
-        assert self.slot_states is not None
-        return self.network.candidate_selector(parents, children, self.slot_states[:, depths])
+    def pairs(self, parents: Tensor, children: Tensor, slots: Tensor) -> Tensor:
+        """Return the gain of children's logits after each parent: see `Selector`."""
+        return self.candidate_selector(parents, children, slots)

@@ -78,6 +78,8 @@ class DFlashNetwork(DraftNetwork):
             else slot i predicts the token at its position.
         draft_layers: hidden states that its session needs: 0, the last, for heads that read the slots' states.
         layer_type: of the layers.
+        width: candidates of a depth whose pairs with the depth above it scores; then it has `pairs`.
+        path_size: width of a state that it carries along a path, 0 = none; else it has `follow`.
 
     Args:
         config: of `block_config`.
@@ -86,6 +88,8 @@ class DFlashNetwork(DraftNetwork):
 
     draft_layers: tuple[int, ...] = ()
     layer_type: type[BlockLayer] = BlockLayer
+    width: int | None = None
+    path_size = 0
     never_compiled = "block heads run as they are"  # why, for `attention.packages`
 
     def build(self, config: LlamaConfig) -> None:

@@ -38,7 +38,6 @@ class DominoNetwork(DFlashNetwork):
     """
 
     draft_layers = (0,)
-    path_size: int  # width of the state that is carried along a path
 
     def build(self, config: LlamaConfig) -> None:
         """Add the layers."""
