@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
-from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
@@ -22,19 +21,14 @@ from specinfer.attention import TreeModel, running
 from specinfer.common.files import cache_folder, parse_json, read_json, weights_digest, write_json
 from specinfer.common.records import Record
 from specinfer.drafts.head import target_fingerprint
+from specinfer.drafts.published import dflash, eagle, eagle3, medusa, p_eagle
 from specinfer.drafts.published.checkpoint import Checkpoint, hub_config
 from specinfer.drafts.published.conventions import LEAST, Convention, agreement, choose, write_text
 from specinfer.drafts.published.network import DraftNetwork, OpenSession, check_readable
 from specinfer.engine.draft import Draft, DraftContext, DraftSession
 from specinfer.errors import InputError, ModelError, SpecinferError
 
-FAMILIES = (
-    "p_eagle",
-    "eagle3",
-    "eagle",
-    "dflash",
-    "medusa",
-)  # modules here; the first that recognises a checkpoint loads it
+FAMILIES = (p_eagle, eagle3, eagle, dflash, medusa)  # the first that recognises a checkpoint loads it
 # fields of a head's configuration alone; a plain one of a single layer may be an EAGLE head's
 MARKS = {
     "speculators_model_type",
@@ -165,8 +159,8 @@ def draft_config(name: str) -> Record:
     """Return the ``config.json`` of a folder or of a repository of the hub; {} if it cannot be read."""
     folder = Path(os.path.expanduser(name))
     with suppress(OSError, ValueError, ModelError):  # then it is tried as a language model, which says more
-        path = folder if folder.is_dir() else hub_config(name)
-        found = parse_json((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+        path = folder / "config.json" if folder.is_dir() else hub_config(name)
+        found = parse_json(path.read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
     return {}
 
@@ -191,9 +185,8 @@ def load_published(name: str | os.PathLike[str], convention: Convention | None =
     """
     checkpoint = Checkpoint.find(name)
     for family in FAMILIES:
-        module = import_module(f"specinfer.drafts.published.{family}")
-        if module.recognises(checkpoint):
-            network, session = module.load(checkpoint)
+        if family.recognises(checkpoint):
+            network, session = family.load(checkpoint)
             digest = f"{weights_digest(checkpoint.folder)} {json.dumps(checkpoint.config, sort_keys=True)}"
             return PublishedDraft(checkpoint.name, network, session, digest, convention)
     return None
