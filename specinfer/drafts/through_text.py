@@ -38,7 +38,7 @@ from specinfer.attention import TreeModel
 from specinfer.common.tensors import on_device
 from specinfer.drafts.language_model import ModelDraft, ModelDraftSession, fed_paths
 from specinfer.drafts.rows import log_chances
-from specinfer.drafts.two_tokenizers import TAIL, RowText, Segmenter, Translation, bare_encoder
+from specinfer.drafts.two_tokenizers import TAIL, RowText, Translation
 from specinfer.engine.draft import Committed, DraftContext, Scored, States
 from specinfer.engine.store import Cached
 from specinfer.errors import TokenizerMismatch, UnsupportedModel
@@ -70,7 +70,6 @@ class ThroughTextDraft(ModelDraft):
         self.tokenizer, self.tokens, self.target_tokenizer = draft.tokenizer, draft.tokens, tokenizer
         sizes = target.vocab_size, self.model.vocab_size
         self.translation = Translation.between(tokenizer, self.tokenizer, self.name, *sizes)
-        self.segmenter = Segmenter(bare_encoder(tokenizer), self.translation.texts)
         shared = f"where tokens are asked for one by one, it proposes the {len(self.translation.shared)} that both know"
         self.notes = [f"draft {self.name}: another tokenizer; its text is cut into the target's tokens; {shared}"]
 
@@ -107,7 +106,7 @@ class ThroughTextSession(ModelDraftSession):
     repeats = False
 
     def __init__(self, draft: ThroughTextDraft, context: DraftContext) -> None:
-        self.translation, self.segmenter = draft.translation, draft.segmenter
+        self.translation = draft.translation
         self.texts = [RowText(self.translation, prompt) for prompt in context.prompts]
         texts = [text.ids for text in self.texts]
         super().__init__(draft.model, replace(context, max_capacity=sys.maxsize), texts)  # which may be many tokens
@@ -210,15 +209,15 @@ class ThroughTextSession(ModelDraftSession):
 
     def _cut(self, row: int, grown: TokenTree) -> Iterator[list[int]]:
         """Yield, per node, its text as the target's tokens; nothing for text that the target does not know."""
-        known, tail = self.translation.draft_texts, self.segmenter.tail(self.ends[row])
+        known, tail = self.translation.draft_texts, self.translation.tail(self.ends[row])
         texts: list[bytes | None] = []  # None at and below special tokens
         for token, parent in zip(grown.tokens.tolist(), grown.parents.tolist(), strict=True):
             before, said = (b"", b"") if parent < 0 else (texts[parent], known.get(token))
             texts.append(before + said if isinstance(before, bytes) and isinstance(said, bytes) else None)
             if (text := texts[-1]) is not None:
-                yield self.segmenter.cut(tail, text) if text else []
+                yield self.translation.cut(tail, text) if text else []
             elif before is not None and token in self.special:
-                yield [*self.segmenter.cut(tail, before), self.special[token]]
+                yield [*self.translation.cut(tail, before), self.special[token]]
             else:
                 yield []
 
@@ -228,14 +227,11 @@ class ThroughTextSession(ModelDraftSession):
             return {path: min(log(share), 0.0) for path, share in shares.items()}
         coupling, first, vocab_size = self.couplings[row], self.lengths[row] - 1, self.context.vocab_size
         paths = sorted(shares, key=len)
-        q = torch.tensor(
-            [min(shares[path] / shares.get(path[:-1], 1.0), 1.0) for path in paths], dtype=torch.float32, device="cpu"
-        )
+        q = [min(shares[path] / shares.get(path[:-1], 1.0), 1.0) for path in paths]
         noise = [float(coupling.at(first + len(path), vocab_size, self.device)[path[-1]]) for path in paths]
+        both = torch.tensor([q, noise], dtype=torch.float32, device="cpu")
         scores: ByPath = {(): 0.0}
-        for path, chance in zip(
-            paths, log_chances(q, torch.tensor(noise, dtype=torch.float32, device="cpu")).tolist(), strict=True
-        ):
+        for path, chance in zip(paths, log_chances(*both).tolist(), strict=True):
             scores[path] = scores[path[:-1]] + chance
         del scores[()]
         return scores

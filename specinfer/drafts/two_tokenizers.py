@@ -24,7 +24,7 @@ TAIL = 8  # committed tokens at a row's end that text is cut together with; a ch
 
 @dataclass(frozen=True)
 class Translation:
-    """How a target's tokens become a draft's and back.
+    """How a target's tokens become a draft's, and text that follows committed tokens becomes the target's.
 
     Attributes:
         texts: of the target's tokens: bytes, or the name of a special token.
@@ -32,6 +32,7 @@ class Translation:
         shared: the draft's ids by the target's, of the tokens that both know.
         pieces: the draft's ids of single bytes, by byte.
         encoder: the draft's tokenizer, which adds nothing to a text.
+        target_encoder: the target's, which adds nothing either.
         first: the draft's ids before every text.
         dropped: the target's ids that say nothing to the draft: what begins a text and padding.
     """
@@ -41,6 +42,7 @@ class Translation:
     shared: Mapping[int, int]
     pieces: Mapping[int, int]
     encoder: Tokenizer
+    target_encoder: Tokenizer
     first: Sequence[int]
     dropped: frozenset[int]
 
@@ -72,7 +74,7 @@ class Translation:
         pieces = {text[0]: token for text, token in ids.items() if isinstance(text, bytes) and len(text) == 1}
         first = draft("")["input_ids"][:1]
         first = first if first == [draft.bos_token_id] else []
-        return cls(texts, theirs, shared, pieces, bare_encoder(draft), first, dropped)
+        return cls(texts, theirs, shared, pieces, bare_encoder(draft), bare_encoder(target), first, dropped)
 
     def encode(self, text: bytes) -> list[int]:
         """Return the draft's tokens of a text; those of a last character that is not complete are single bytes."""
@@ -81,6 +83,39 @@ class Translation:
         rest, _ = decoder.getstate()
         ids: list[int] = self.encoder.encode(complete, add_special_tokens=False).ids if complete else []
         return ids + [self.pieces[byte] for byte in rest if byte in self.pieces]
+
+    def tail(self, tokens: Sequence[int]) -> list[int]:
+        """Return the last tokens, as many as begin with a character and are all text."""
+        tail: list[int] = []
+        for token in tokens[-TAIL:]:
+            text = self.texts.get(token)
+            tail = [*tail, token] if isinstance(text, bytes) else []
+        while tail and self._text(tail)[:1] >= b"\x80" and self._text(tail)[:1] < b"\xc0":  # within a character
+            del tail[0]
+        return tail
+
+    def cut(self, tail: Sequence[int], text: bytes) -> list[int]:
+        """Return the tokens of a text without its last character if that is not complete.
+
+        They are those that follow the tail in the text of both.  If it would be cut in another way together, the text
+        is cut alone.
+        """
+        for before in (list(tail), []):
+            ids = self._encoded(self._text(before) + text)
+            if ids[: len(before)] == before:
+                return list(takewhile(lambda token: isinstance(self.texts.get(token), bytes), ids[len(before) :]))
+        return []
+
+    def _text(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(text for token in tokens if isinstance(text := self.texts[token], bytes))
+
+    def _encoded(self, text: bytes) -> list[int]:
+        """Return the tokens of the complete characters; none if it is not UTF-8."""
+        try:
+            complete = codecs.getincrementaldecoder("utf-8")().decode(text)
+        except UnicodeDecodeError:
+            return []
+        return self.target_encoder.encode(complete, add_special_tokens=False).ids
 
 
 class RowText:
@@ -121,52 +156,6 @@ class RowText:
         if end > 0:
             self.settled += self.translation.encode(self.open[:end])
             self.open = self.open[end:]
-
-
-@dataclass(frozen=True)
-class Segmenter:
-    """Cuts text that follows committed tokens.
-
-    Attributes:
-        encoder: the target's tokenizer, which adds nothing to a text.
-        texts: of the target's tokens: bytes, or the name of a special token.
-    """
-
-    encoder: Tokenizer
-    texts: Mapping[int, bytes | str]
-
-    def tail(self, tokens: Sequence[int]) -> list[int]:
-        """Return the last tokens, as many as begin with a character and are all text."""
-        tail: list[int] = []
-        for token in tokens[-TAIL:]:
-            text = self.texts.get(token)
-            tail = [*tail, token] if isinstance(text, bytes) else []
-        while tail and self._text(tail)[:1] >= b"\x80" and self._text(tail)[:1] < b"\xc0":  # within a character
-            del tail[0]
-        return tail
-
-    def cut(self, tail: Sequence[int], text: bytes) -> list[int]:
-        """Return the tokens of a text without its last character if that is not complete.
-
-        They are those that follow the tail in the text of both.  If it would be cut in another way together, the text
-        is cut alone.
-        """
-        for before in (list(tail), []):
-            ids = self._encoded(self._text(before) + text)
-            if ids[: len(before)] == before:
-                return list(takewhile(lambda token: isinstance(self.texts.get(token), bytes), ids[len(before) :]))
-        return []
-
-    def _text(self, tokens: Sequence[int]) -> bytes:
-        return b"".join(text for token in tokens if isinstance(text := self.texts[token], bytes))
-
-    def _encoded(self, text: bytes) -> list[int]:
-        """Return the tokens of the complete characters; none if it is not UTF-8."""
-        try:
-            complete = codecs.getincrementaldecoder("utf-8")().decode(text)
-        except UnicodeDecodeError:
-            return []
-        return self.encoder.encode(complete, add_special_tokens=False).ids
 
 
 def _read(tokenizer: PreTrainedTokenizerBase, whose: str, size: int) -> dict[int, bytes | str]:

@@ -9,7 +9,7 @@ from test_draft import context
 from test_two_tokenizers import KINDS, TEXTS, bytes_of, draft_for, english, merged, pieces, renumbered
 
 from specinfer import Auto, BestFirst, Chain, Expansion, ModelDraft, Sampled, SpeculativeDecoder
-from specinfer.drafts.two_tokenizers import TAIL, Segmenter, Translation, bare_encoder
+from specinfer.drafts.two_tokenizers import TAIL, Translation
 from specinfer.engine.gumbel import Coupling
 from specinfer.tree import TokenTree
 
@@ -18,8 +18,7 @@ TARGETS = {"bytes": byte_tokenizer, "merged": merged, "pieces": pieces}
 
 def segmenter(tokenizer):
     """How this target's tokenizer cuts text."""
-    texts = Translation.between(tokenizer, tokenizer, "itself", len(tokenizer), len(tokenizer)).texts
-    return Segmenter(bare_encoder(tokenizer), texts)
+    return Translation.between(tokenizer, tokenizer, "itself", len(tokenizer), len(tokenizer))
 
 
 def pair(target, draft, tree, **options):
@@ -50,7 +49,7 @@ def test_a_texts_tokens_go_on_with_its_next_ones(target, text):
     """Wherever the committed tokens end, the rest is cut as the tokenizer cuts the whole."""
     tokenizer = TARGETS[target]()
     cutter = segmenter(tokenizer)
-    ids = cutter.encoder.encode(text, add_special_tokens=False).ids
+    ids = cutter.target_encoder.encode(text, add_special_tokens=False).ids
     ids = ids[: next((i for i, token in enumerate(ids) if not isinstance(cutter.texts[token], bytes)), len(ids))]
     for end in range(len(ids) + 1):
         tail = cutter.tail(ids[:end])
@@ -235,10 +234,10 @@ def test_contrastive_search_goes_on_without_it():
 def test_a_bound_draft_goes_on_to_another_decoder():
     first = pair("merged", "bytes", Chain(2))
     again = SpeculativeDecoder(first.target.model, first.tokenizer, first.drafts, Chain(2))
-    assert again.drafts[0].segmenter is first.drafts[0].segmenter
+    assert again.drafts[0].translation is first.drafts[0].translation
     assert again.drafts[0].model is not first.drafts[0].model
     other = SpeculativeDecoder(tiny_llama(4, len(pieces())), pieces(), first.drafts, Chain(2))
-    assert other.drafts[0].segmenter.texts[1] == "<s>"
+    assert other.drafts[0].translation.texts[1] == "<s>"
     assert "its text is cut into the target's tokens" in other.notes[0]
 
 
