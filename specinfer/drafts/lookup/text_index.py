@@ -124,11 +124,8 @@ class TextIndex:
         if n > len(context):
             return []
         found: list[Occurrence] = []
-        position, before, most = (
-            self.last[level].get(hash(context[-n:]), -1),
-            self.before[level],
-            min(most, len(context)),
-        )
+        before, most = self.before[level], min(most, len(context))
+        position = self.last[level].get(hash(context[-n:]), -1)
         while position >= 0 and len(found) < count:
             length = n
             while length < most and length < position and self.ids[position - length - 1] == context[-length - 1]:
