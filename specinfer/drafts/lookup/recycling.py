@@ -8,6 +8,7 @@ table, level by level, without any pass.  The paper keeps ids alone and fills a 
 probabilities are kept as well, so that any policy can grow the tree.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from math import inf, log
 
@@ -42,11 +43,9 @@ class RecyclingTable:
 
     def __init__(self, entries: int = ENTRIES) -> None:
         self.lock = Lock()
-        self.slots: dict[Key, int] = {}
-        self.keys: list[Key | None] = [None] * (entries + 1)  # slot 0 stays empty: it answers for unknown keys
+        self.slots: OrderedDict[Key, int] = OrderedDict()  # from 1 on: slot 0 stays empty and answers for unknown keys
         self.tokens = np.zeros((entries + 1, KEPT), np.int64)
         self.probs = np.zeros((entries + 1, KEPT), np.float32)
-        self.newest = 0
 
     def learn(self, pairs: Sequence[Key], tokens: np.ndarray, probs: np.ndarray) -> None:
         """Take note of the successors of pairs of tokens (a, b); of equal keys the last one counts.
@@ -75,14 +74,11 @@ class RecyclingTable:
         return _mixed(both[0][0], PAIR * both[0][1], both[1][0], weights * both[1][1])
 
     def _slot(self, key: Key) -> int:
-        """Return the slot of a key; a new one takes the oldest slot."""
-        slot = self.slots.get(key)
-        if slot is None:
-            self.newest = slot = self.newest % (len(self.keys) - 1) + 1
-            if (old := self.keys[slot]) is not None:
-                del self.slots[old]
-            self.keys[slot], self.slots[key] = key, slot
-        return slot
+        """Return the slot of a key; if all are taken, a new one takes that of the oldest."""
+        if key not in self.slots:
+            is_full = len(self.slots) == len(self.tokens) - 1
+            self.slots[key] = self.slots.popitem(last=False)[1] if is_full else len(self.slots) + 1
+        return self.slots[key]
 
 
 def _mixed(
