@@ -10,24 +10,6 @@ from transformers import LlamaConfig
 from specinfer.drafts.published.dflash_network import DFlashNetwork
 
 
-class PrefixUnit(nn.Module):
-    """A gated recurrent unit without biases, its weights named as by `torch.nn.GRU`.
-
-    Args:
-        width: of its inputs.
-        size: of its state.
-    """
-
-    def __init__(self, width: int, size: int) -> None:
-        super().__init__()
-        self.weight_ih_l0 = nn.Parameter(torch.zeros(3 * size, width))
-        self.weight_hh_l0 = nn.Parameter(torch.zeros(3 * size, size))
-
-    def forward(self, inputs: Tensor, state: Tensor) -> Tensor:
-        """Return the state (N, G) after inputs (N, width) and the state before."""
-        return torch.gru_cell(inputs, state, self.weight_ih_l0, self.weight_hh_l0)
-
-
 class DominoNetwork(DFlashNetwork):
     """The network of a Domino head.
 
@@ -43,7 +25,9 @@ class DominoNetwork(DFlashNetwork):
         """Add the layers."""
         super().build(config)
         size, self.path_size = config.hidden_size, config.gru_hidden_dim
-        self.prefix_gru = PrefixUnit(size, self.path_size)
+        self.prefix_gru = nn.ParameterDict()  # a gated recurrent unit without biases, named as by `torch.nn.GRU`
+        self.prefix_gru["weight_ih_l0"] = torch.zeros(3 * self.path_size, size)
+        self.prefix_gru["weight_hh_l0"] = torch.zeros(3 * self.path_size, self.path_size)
         self.embed_proj = nn.Sequential(
             nn.Linear(size + self.path_size, config.emb_dim, bias=False),
             nn.SiLU(),
@@ -52,8 +36,9 @@ class DominoNetwork(DFlashNetwork):
 
     def follow(self, state: Tensor, tokens: Tensor, slots: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         """Return the state after tokens (B, W) at a depth, and the gain of their children's logits, (B, W, V')."""
-        inputs = self.embed(tokens)
-        state = self.prefix_gru(inputs.flatten(0, 1), state.flatten(0, 1)).view(*tokens.shape, -1)
+        inputs, before = self.embed(tokens).flatten(0, 1), state.flatten(0, 1)
+        after = torch.gru_cell(inputs, before, self.prefix_gru["weight_ih_l0"], self.prefix_gru["weight_hh_l0"])
+        state = after.view(*tokens.shape, -1)
         if depth < self.config.pure_draft_prefix_len:
             return state, state.new_zeros(())
         return state, self.embed_proj(torch.cat((slots, state), -1))
