@@ -14,7 +14,7 @@ from copy import copy
 from math import inf
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -112,7 +112,7 @@ class HeadDraft(Draft):
         write_whole(folder / "model.safetensors", save(weights, {"format": "pt"}))
         write_json(folder / "config.json", record)
 
-    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None = None) -> "HeadDraft":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Self:
         """Return this draft with the target's matrices borrowed.
 
         Raises:

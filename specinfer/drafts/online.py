@@ -19,6 +19,7 @@ from pathlib import Path
 from random import Random
 from threading import Lock
 from time import perf_counter
+from typing import Self
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -63,14 +64,13 @@ class OnlineHead(HeadDraft):
         super().__init__(draft.head, draft.fingerprint, draft.name, draft.inverse_temperature)
         self.share, self.swaps = share, 0
 
-    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None = None) -> "OnlineHead":
+    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None = None) -> Self:
         """Return this draft with the target's matrices borrowed, and nothing learnt yet.
 
         Raises:
             TokenizerMismatch, ModelError: as `HeadDraft.attach`.
         """
         attached = super().attach(target, tokenizer)
-        assert isinstance(attached, OnlineHead)
         attached.buffer, attached.budget, attached.swaps = ExampleBuffer(), Budget(self.share, target.ranks), 0
         attached.student, attached.learning = Student(self.head, target.model), Lock()
         return attached
