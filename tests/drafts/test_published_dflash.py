@@ -17,13 +17,27 @@ from specinfer.drafts.lookup.ngram import NGramDraft
 from specinfer.drafts.published import dflash
 from specinfer.drafts.published.checkpoint import Checkpoint
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.dflash_network import DFlashNetwork, block_config
+from specinfer.drafts.published.dflash_network import DFlashNetwork
 from specinfer.drafts.published.formats import PublishedDraft, load_published
+from specinfer.drafts.published.layers import network_config
 from specinfer.engine.draft import DraftContext
 from specinfer.engine.processors import Processors
 from specinfer.errors import ModelError, NotCompiled
 
 LAYERS, SIZE = 4, 32  # of the target
+PLAIN = {  # the configuration of a head with nothing special
+    "layer_types": ["full_attention"],
+    "causal_types": (),
+    "target_size": SIZE,
+    "layer_offset": 1,
+    "from_anchor": False,
+    "measured_anchor": False,
+    "input_scale": 1.0,
+    "output_scale": 1.0,
+    "softcap": None,
+    "qkv_bias": False,
+    "qk_norm": True,
+}
 LONG = [(7 * i) % 250 for i in range(70)]  # more than is fed with a block
 KINDS = (
     "z-lab",
@@ -490,7 +504,7 @@ def trained_head(target, states, from_anchor, ids):
     given = torch.stack([hidden[layer] for layer in states], 2)
     sizes = {"hidden_size": SIZE, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     more = {"head_dim": 8, "num_hidden_layers": 1, "max_position_embeddings": 256, "vocab_size": VOCAB}
-    config = block_config(**sizes, **more, target_layer_ids=ids, block_size=block, mask_token_id=258)
+    config = network_config(**PLAIN, **sizes, **more, target_layer_ids=ids, block_size=block, mask_token_id=258)
     network = DFlashNetwork(config).double().bind(target)
     optimiser = torch.optim.Adam((w for w in network.parameters() if w.requires_grad), 1e-2)
     anchors = torch.arange(1, count)
@@ -545,7 +559,7 @@ def test_conventions_that_are_measured(config, wanted):
     """The format's first; states that no layer has are left out."""
     sizes = {"hidden_size": SIZE, "num_attention_heads": 4, "head_dim": 8, "num_hidden_layers": 1, "vocab_size": VOCAB}
     head = {"target_layer_ids": [0, 3], "block_size": 4, "mask_token_id": 1}
-    rules = DFlashNetwork(block_config(**{**sizes, **head, **config})).conventions(LAYERS)
+    rules = DFlashNetwork(network_config(**{**PLAIN, **sizes, **head, **config})).conventions(LAYERS)
     options = [(states, () if anchor == () else (("from_anchor", anchor),)) for states, anchor in wanted]
     assert [(rule.aux_layers, rule.options) for rule in rules] == options
 

@@ -16,8 +16,9 @@ from specinfer.attention import TreeModel, running
 from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.lookup.ngram import NGramDraft
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.eagle3 import Eagle3Network, eagle3_config
+from specinfer.drafts.published.eagle3 import Eagle3Network
 from specinfer.drafts.published.formats import load_published
+from specinfer.drafts.published.layers import network_config
 from specinfer.drafts.unrolled import unrolled_logits
 from specinfer.engine.draft import DraftContext
 from specinfer.engine.processors import Processors
@@ -28,6 +29,20 @@ from specinfer.tree import Frontier, Kind, Policy
 
 LAYERS, SIZE = 6, 32  # of the target
 FORMATS = ("eagle3", "speculators", "eagle", "peagle")
+PLAIN = {  # the configuration of a head with nothing special
+    "target_hidden_size": SIZE,
+    "num_aux_layers": 3,
+    "layer_ids": None,
+    "layer_shift": 0,
+    "fc": True,
+    "fc_bias": False,
+    "fc_norm": False,
+    "norm_before_fc": False,
+    "norm_before_residual": None,
+    "norm_output": None,
+    "qkv_bias": False,
+    "qk_norm": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -442,7 +457,8 @@ def taught(target, text, rule, count=60, **fields):
     """A head trained a little on a target's own text, under a convention."""
     sizes = {"hidden_size": SIZE, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     torch.manual_seed(0)
-    config = eagle3_config(**sizes, num_hidden_layers=1, vocab_size=VOCAB, max_position_embeddings=256, **fields)
+    more = {"num_hidden_layers": 1, "vocab_size": VOCAB, "max_position_embeddings": 256}
+    config = network_config(**{**PLAIN, **sizes, **more, **fields})
     head = Eagle3Network(config, outputs=True).bind(target).requires_grad_(True)
     for name, value in rule.options:
         setattr(head, name, value)
@@ -569,7 +585,8 @@ def test_conventions_that_a_checkpoint_states_are_not_measured(tmp_path, more, o
 
 def plain_head():
     """An EAGLE-3 head whose vocabulary is reduced, and nothing special."""
-    config = eagle3_config(
+    config = network_config(
+        **PLAIN,
         hidden_size=SIZE,
         intermediate_size=40,
         num_attention_heads=4,

@@ -17,9 +17,10 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 from specinfer.drafts.published.block import BlockSession, PathSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign, renamed, vocabulary
 from specinfer.drafts.published.dflash2 import DFlash2Network
-from specinfer.drafts.published.dflash_network import FULL, SLIDING, DFlashNetwork, block_config
+from specinfer.drafts.published.dflash_network import FULL, SLIDING, DFlashNetwork
 from specinfer.drafts.published.domino import DominoNetwork
 from specinfer.drafts.published.dspark import DSparkNetwork
+from specinfer.drafts.published.layers import network_config
 from specinfer.drafts.published.network import OpenSession
 from specinfer.errors import one_line
 
@@ -49,7 +50,7 @@ def load(checkpoint: Checkpoint) -> tuple[DFlashNetwork, OpenSession]:
     options = _options(checkpoint)
     fields = _fields(_layers(checkpoint), options, kind)
     network_type, special_fields = KINDS[kind]
-    config = block_config(**fields, **special_fields(options))
+    config = network_config(**fields, **special_fields(options))
     weights = renamed(checkpoint.weights, _current_name)
     if kind == "dspark":  # its confidence in tokens is not asked for: trees are cut by probability
         weights = {name: weight for name, weight in weights.items() if not name.startswith("confidence_head.")}
@@ -80,7 +81,7 @@ def _options(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _fields(layers: PreTrainedConfig, options: Checkpoint, kind: str) -> dict[str, object]:
-    """Return the fields of `block_config` that every head has."""
+    """Return the fields of the configuration that every head has."""
     given, size = options.config, options.size("block_size")
     mask = given.get("mask_token_id")
     if type(mask) is not int or not 0 <= mask < layers.vocab_size:
@@ -103,6 +104,8 @@ def _fields(layers: PreTrainedConfig, options: Checkpoint, kind: str) -> dict[st
         "input_scale": float(given.get("input_embedding_scale") or 1),
         "output_scale": float(given.get("output_multiplier") or 1),
         "softcap": given.get("final_logit_softcapping"),
+        "qkv_bias": False,
+        "qk_norm": True,
     }
 
 

@@ -46,7 +46,7 @@ class ConvolvedLayer(BlockLayer):
     """A layer of slots with convolutions around attention and MLP.
 
     Args:
-        config: of `block_config`.
+        config: as `DFlashNetwork`'s.
         index: of the layer in the cache.
     """
 
@@ -87,7 +87,7 @@ class DFlash2Network(DFlashNetwork):
     """The network of a DFlash 2 head.
 
     Args:
-        config: of `block_config`, with what `Convolution` and `Selector` need, and ``selector_top_k``.
+        config: as `DFlashNetwork`'s, with what `Convolution` and `Selector` need, and ``selector_top_k``.
         token_ids: None, as the selector knows all of the target's tokens.
         embeds, outputs: as in `DraftNetwork`.
     """

@@ -22,34 +22,6 @@ from specinfer.drafts.published.network import DraftNetwork, Mask
 from specinfer.errors import ModelError
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # types of layers, as transformers names them
-DEFAULTS: dict[str, object] = {
-    "layer_types": None,  # None: all attend to all tokens
-    "target_size": None,  # of the states that it reads; None = hidden_size
-    "layer_offset": 1,  # id i is the target's hidden_states[i + 1], the output of layer i
-    "from_anchor": False,
-    "measured_anchor": False,  # whether from_anchor is a guess
-    "causal_types": (),
-    "input_scale": 1.0,  # of embeddings
-    "output_scale": 1.0,  # of logits
-    "softcap": None,  # of scaled logits
-    "sliding_window": None,
-    "attention_bias": False,
-    "qkv_bias": False,
-    "qk_norm": True,
-}
-
-
-def block_config(**fields: object) -> LlamaConfig:
-    """Return a block head's configuration.
-
-    Args:
-        **fields: sizes as transformers names them (``hidden_size``, ``head_dim``, ``layer_types``, ...); and
-            ``target_layer_ids``, ``block_size``, ``mask_token_id``; and those of `DEFAULTS` that differ.
-    """
-    config = LlamaConfig.from_dict({**DEFAULTS, **fields}, attn_implementation="sdpa")
-    config.layer_types = config.layer_types or [FULL] * config.num_hidden_layers
-    config.target_size = config.target_size or config.hidden_size
-    return config
 
 
 class BlockLayer(Layer):
@@ -82,7 +54,16 @@ class DFlashNetwork(DraftNetwork):
         path_size: width of a state that it carries along a path, 0 = none; else it has `follow`.
 
     Args:
-        config: of `block_config`.
+        config: of `network_config`, with `Attention`'s fields, ``layer_types``, ``sliding_window`` and
+
+            block_size, mask_token_id       slots of a block, and the token in all but the first
+            target_layer_ids, layer_offset  of the target's layers that it reads; id i is its hidden_states[i + offset]
+            target_size                     of these states
+            from_anchor, measured_anchor    see above; whether it is a guess
+            causal_types                    types of layers whose slots see no later ones
+            input_scale, output_scale       of embeddings, of logits
+            softcap                         of scaled logits, or None
+
         token_ids, embeds, outputs: as in `DraftNetwork`.
     """
 

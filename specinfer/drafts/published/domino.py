@@ -14,8 +14,8 @@ class DominoNetwork(DFlashNetwork):
     """The network of a Domino head.
 
     Args:
-        config: of `block_config`, with ``gru_hidden_dim``, ``emb_dim`` and ``pure_draft_prefix_len``, the first depths
-            that are not corrected.
+        config: as `DFlashNetwork`'s, with ``gru_hidden_dim``, ``emb_dim`` and ``pure_draft_prefix_len``, the number of
+            depths that are not corrected, from the first on.
         token_ids, embeds, outputs: as in `DraftNetwork`.
     """
 

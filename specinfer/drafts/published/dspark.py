@@ -58,7 +58,7 @@ class DSparkNetwork(DFlashNetwork):
     """The network of a DSpark head.
 
     Args:
-        config: of `block_config`, with ``markov_rank`` (0: no Markov head) and ``markov_head_type``.
+        config: as `DFlashNetwork`'s, with ``markov_rank`` (0: no Markov head) and ``markov_head_type``.
         token_ids, embeds, outputs: as in `DraftNetwork`.
     """
 

@@ -17,8 +17,8 @@ from transformers import Cache, LlamaConfig
 from specinfer.drafts.head import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.eagle3 import eagle3_config, layer_fields, layers_of, load_network, read_weights
-from specinfer.drafts.published.layers import DecoderLayer, Reading
+from specinfer.drafts.published.eagle3 import layer_fields, layers_of, load_network, read_weights
+from specinfer.drafts.published.layers import DecoderLayer, Reading, network_config
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, OpenSession
 
 
@@ -68,5 +68,6 @@ def load(checkpoint: Checkpoint) -> tuple[EagleNetwork, OpenSession]:
     """
     weights = read_weights(checkpoint)
     fields = layer_fields(layers_of(checkpoint), weights)
-    config = eagle3_config(**fields, fc_bias=checkpoint.config.get("bias") is not False)  # absent, it is true
+    has_bias = checkpoint.config.get("bias") is not False  # absent, it is true
+    config = network_config(**fields, target_hidden_size=fields["hidden_size"], fc_bias=has_bias)
     return load_network(checkpoint, weights, config, EagleNetwork), HeadDraftSession

@@ -19,7 +19,7 @@ from transformers import Cache, LlamaConfig, Qwen3Config
 from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint, assign, renamed, vocabulary
 from specinfer.drafts.published.conventions import Convention
-from specinfer.drafts.published.layers import DecoderLayer, Layer, Reading, norm
+from specinfer.drafts.published.layers import DecoderLayer, Layer, Reading, network_config, norm
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask, OpenSession
 from specinfer.errors import ModelError, one_line
 
@@ -29,31 +29,6 @@ ROPE_TYPES = {"default", "linear", "dynamic", "yarn", "llama3"}  # whose tables 
 ATTENTION = "layers.0.self_attn."  # of a head's first layer: where its weights are
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 Network = TypeVar("Network", bound=AutoregressiveNetwork)
-# attributes of `eagle3_config` beside a Llama's
-DEFAULTS: dict[str, object] = {
-    "qkv_bias": False,  # with `attention_bias`: the attention's output has none
-    "qk_norm": False,  # queries and keys are normed, as Qwen3's
-    "target_hidden_size": None,  # None: `hidden_size`
-    "num_aux_layers": 3,  # K, states of the target that are fused
-    "fc": True,  # whether there is a matrix that fuses them
-    "fc_bias": False,
-    "fc_norm": False,  # they are normed one by one (EAGLE-3.1) ...
-    "norm_before_fc": False,  # ... or together
-    "norm_before_residual": None,  # the first residual is the normed state; None: not known
-    "norm_output": None,  # the state handed on is the normed one; None: not known
-    "layer_ids": None,  # of the K states; None: EAGLE's three
-    "layer_shift": 0,  # what the format adds to them to count as transformers does
-}
-
-
-def eagle3_config(**fields: object) -> LlamaConfig:
-    """Return a head's configuration: a Llama's of the head's sizes, with the attributes in `DEFAULTS`.
-
-    ``vocab_size`` is the target's.
-    """
-    config = LlamaConfig.from_dict({**DEFAULTS, **fields}, attn_implementation="sdpa")
-    config.target_hidden_size = config.target_hidden_size or config.hidden_size
-    return config
 
 
 class FirstLayer(Layer):
@@ -84,7 +59,18 @@ class Eagle3Network(AutoregressiveNetwork):
         norm_before_residual, norm_output: the convention that it runs under.
 
     Args:
-        config: of `eagle3_config`.
+        config: of `network_config`, with `Attention`'s fields and
+
+            target_hidden_size    width of the target's states
+            num_aux_layers        K, how many of them are fused
+            fc, fc_bias           whether there is a matrix that fuses them, and whether it has a bias
+            fc_norm               whether they are normed one by one (EAGLE-3.1) ...
+            norm_before_fc        ... or together
+            norm_before_residual  whether the first residual is the normed state; None: not known
+            norm_output           whether the state handed on is the normed one; None: not known
+            layer_ids             of the K states; None: EAGLE's three
+            layer_shift           what the format adds to them to count as transformers does
+
         token_ids, embeds, outputs: as `DraftNetwork`.
     """
 
@@ -209,7 +195,7 @@ def read_config(checkpoint: Checkpoint, weights: Mapping[str, Tensor]) -> LlamaC
         "layer_ids": ids if fused else None,
         "layer_shift": shift,
     }
-    return eagle3_config(**layer_fields(layers, weights), **fields)
+    return network_config(**layer_fields(layers, weights), **fields)
 
 
 def layer_fields(layers: Checkpoint, weights: Mapping[str, Tensor]) -> dict[str, object]:

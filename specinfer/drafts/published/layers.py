@@ -11,6 +11,11 @@ from transformers import Cache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, rotate_half
 
 
+def network_config(**fields: object) -> LlamaConfig:
+    """Return a network's configuration: a Llama's sizes, as transformers names them, and fields of its own."""
+    return LlamaConfig.from_dict(fields, attn_implementation="sdpa")
+
+
 class Reading(NamedTuple):
     """The mask and the positions of tokens."""
 
@@ -24,7 +29,7 @@ class Attention(nn.Module):
 
     Args:
         config: sizes as a Llama's: ``num_attention_heads``, ``num_key_value_heads``, ``head_dim``, ``attention_bias``;
-            and ``qk_norm``, whether queries and keys are normed per head, as Qwen3's.
+            ``qkv_bias``: with it the output has no bias; ``qk_norm``: queries and keys are normed per head, as Qwen3's.
         index: of the layer in the cache.
         width: of the states that it reads; the output has ``hidden_size``.
     """
