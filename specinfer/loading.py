@@ -216,7 +216,8 @@ def _check_rounding(form: str, device: str | torch.device, dtype: str | torch.dt
 
 def rounding_pays(device: str | torch.device) -> bool:
     """Whether passes of a rounded model are faster on a device: on x86 processors, where products were measured."""
-    from specinfer.attention.packed.products import compiler, is_x86
+    from specinfer.attention.packed.products import is_x86
+    from specinfer.common.native import compiler
 
     return resolve_device(device).type == "cpu" and is_x86() and compiler() is not None
 

@@ -33,6 +33,7 @@ from specinfer.attention.packed import products
 from specinfer.attention.packed.modules import is_packed
 from specinfer.attention.passes.compiled import RECORD, CompiledPass
 from specinfer.attention.torch_private import COMPILER_OPTIONS
+from specinfer.common import native
 from specinfer.common.files import cache_folder, parse_json, storing, write_json
 from specinfer.common.records import Record
 from specinfer.errors import InputError, NotCompiled
@@ -226,6 +227,6 @@ def _tell(line: str) -> None:
 
 def missing_compiler() -> str:
     """Return what to do if this machine has no C++ compiler, else \"\"."""
-    if products.compiler():
+    if native.compiler():
         return ""
     return "no C++ compiler was found, which compiled passes need: install g++ (Debian: `apt install g++`) or clang"

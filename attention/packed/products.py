@@ -1,31 +1,24 @@
 """Products with packed matrices: the compiled library, made once on each machine, or else torch on their numbers.
 
-Knows: how the library is compiled and called.  Does not know: the layout, modules, models.
+Knows: how the library is called.  Does not know: the layout, modules, models.
 """
 
 import ctypes
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 from torch.nn import functional
 
 from specinfer.attention.packed.formats import numbers
 from specinfer.attention.packed.layout import BLOCK, blocks_of, outputs_of, unpack
-from specinfer.common.files import cache_folder
+from specinfer.common import native
 
 SOURCE = Path(__file__).with_name("products.cpp")
 INCLUDED = SOURCE.parents[1] / "compiler" / "kernels" / "tiles.h"
-OPTIONS = "-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fopenmp", "-shared", "-fPIC"
 
 _operators = torch.library.Library("specinfer", "FRAGMENT")
 # states (..., K), packed matrices (N_i, K), their N_i, the last one or fewer: returns (..., sum of N_i), float32
@@ -97,24 +90,8 @@ _operators.impl("packed_rows", rows_of, "CPU")
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled products, made if this machine has none yet; None without a compiler.
-
-    Compiled passes find its functions in the process.
-    """
-    if (program := compiler()) is None:
-        return None
-    version = subprocess.run([program, "--version"], capture_output=True, check=False).stdout
-    machine = repr(sorted(torch.cpu.get_capabilities().items())).encode()
-    sources = [SOURCE.read_bytes(), INCLUDED.read_bytes()]
-    key = hashlib.sha256(b"\0".join([*sources, " ".join(OPTIONS).encode(), version, machine])).hexdigest()
-    path = cache_folder() / "products" / f"{key[:16]}.so"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(path.with_suffix(".lock")):
-            if not path.exists():
-                _compile(program, path)
-        found = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    except (OSError, subprocess.CalledProcessError):
+    """Return the compiled products; None without a compiler."""
+    if (found := native.library(SOURCE, INCLUDED)) is None:
         return None
     address, number = ctypes.c_void_p, ctypes.c_int64
     found.specinfer_packed_linear.argtypes = [address, address, number, address, number, number, number]
@@ -123,20 +100,6 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
-def _compile(program: str, path: Path) -> None:
-    """Write the library: complete, or not at all."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        made = Path(folder) / path.name
-        subprocess.run([program, *OPTIONS, str(SOURCE), "-o", str(made)], check=True, capture_output=True)
-        made.rename(path)
-
-
 def is_x86() -> bool:
     """Whether this is an x86 processor with AVX2 at least, for whose registers products are written first of all."""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX")
-
-
-def compiler() -> str | None:
-    """Return this machine's C++ compiler."""
-    names = filter(None, (os.environ.get("CXX"), "g++", "clang++", "c++"))
-    return next(filter(None, map(shutil.which, names)), None)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 NARROWEST = 8  # the fewest tokens of a padded pass
 FEWEST = 512  # the fewest slots that it attends to; masked slots cost little
-GROUP, GROUPS = 64, 128  # values of a group whose maximum is looked at first, and groups from which that is faster
 
 
 def on_device(values: object, device: torch.device) -> Tensor:
@@ -49,24 +48,3 @@ def padded_width(tokens: int) -> int:
 def padded_kv_length(slots: int) -> int:
     """Return the number of slots, a power of two, that a pass attends to if it needs these."""
     return max(FEWEST, 1 << (slots - 1).bit_length())
-
-
-def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest of (..., V), descending, and their indices, as `torch.topk`, but faster where V is large.
-
-    The k largest lie in the k groups with the largest maxima, so all others are read once.
-    """
-    size = values.shape[-1]
-    count = size // GROUP
-    if count < max(GROUPS, 4 * k):
-        return values.topk(min(k, size))
-    groups = values[..., : count * GROUP].unflatten(-1, (count, GROUP))
-    best = groups.amax(-1).topk(k, sorted=False).indices[..., None]  # (..., k, 1)
-    found = groups.gather(-2, best.expand(*best.shape[:-1], GROUP)).flatten(-2)
-    numbers = (GROUP * best + torch.arange(GROUP, device=values.device)).flatten(-2)
-    if size % GROUP:
-        rest = torch.arange(count * GROUP, size, device=values.device)
-        found = torch.cat((found, values[..., count * GROUP :]), -1)
-        numbers = torch.cat((numbers, rest.expand(*numbers.shape[:-1], -1)), -1)
-    top, columns = found.topk(k)
-    return top, numbers.gather(-1, columns)

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from specinfer.attention import TreeSession
-from specinfer.common.tensors import largest, on_device
+from specinfer.common.tensors import on_device
+from specinfer.drafts.ranking import largest
 from specinfer.engine.draft import Clocked, Committed, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import DRAFT, SILENT, key
 from specinfer.engine.store import Cached
@@ -86,16 +87,12 @@ class DraftRows(DraftSession):
             indices: (B, W, k) in the draft's vocabulary.
             log_probs: (B, W, k) float32.
         """
-        size, likeliest = logits.shape[-1], None
+        size, kept = logits.shape[-1], None
         if self.couplings and self.context.processors.chain:  # some, like top-p, would sort all tokens at every node
-            logits, likeliest = largest(logits, min(max(k, CANDIDATES), size))
-        scores = self.scored(logits, self.noise_of(depths, size, likeliest, logits.device))
-        values, indices = largest(scores, k)
-        if not self.couplings:  # in 16 bits many values are equal
-            values, indices = _in_order(values, indices)
-        best = values[..., :1]
-        total = (scores - best).exp_().sum(-1, keepdim=True).log_() + best
-        return indices if likeliest is None else likeliest.gather(2, indices), values - total
+            kept, logits, _ = largest(logits, max(k, CANDIDATES))
+        scores = self.scored(logits, self.noise_of(depths, size, kept, logits.device))
+        indices, values, total = largest(scores, k)
+        return indices if kept is None else kept.gather(2, indices), values - total
 
     def scored(self, logits: Tensor, noise: Tensor | None) -> Tensor:
         """Return float32 scores (B, W, C) that candidates are ranked by: logits, or s log q + g plus a constant."""
@@ -257,12 +254,3 @@ def draw_rows(log_probs: Tensor, k: int, replacement: bool, keys: Sequence[int])
     rows = [draw_candidates(row, k, replacement, chance) for row, chance in zip(log_probs, generators, strict=True)]
     tokens, values, distributions = (torch.stack(column) for column in zip(*rows, strict=True))
     return tokens, values, distributions
-
-
-def _in_order(values: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return values (.., k), descending, and their tokens, ties by the smaller token (`torch.topk` has no rule)."""
-    if values.device.type == "cpu" and values.diff().all():  # no two are equal
-        return values, tokens
-    tokens, order = tokens.sort(-1)
-    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
-    return values, tokens.gather(-1, order)

@@ -14,6 +14,7 @@ from specinfer.attention.packed import products
 from specinfer.attention.packed.formats import KINDS, Quantised, numbers, quantised
 from specinfer.attention.packed.layout import is_narrow, narrow, pack, unpack
 from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
+from specinfer.common import native
 
 OUTPUTS, INPUTS = 77, 768  # the last block of 32 outputs is not full
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mfma"]  # without VNNI
@@ -222,8 +223,8 @@ def test_other_instructions_give_the_same_bits(instructions: list[str], tmp_path
     outputs = [OUTPUTS] * len(matrices)
     wanted = products.linear(states, matrices, outputs)
     monkeypatch.setenv("SPECINFER_CACHE", str(tmp_path))
-    options = [option for option in products.OPTIONS if option not in ("-O3", "-march=native")]
-    monkeypatch.setattr(products, "OPTIONS", ("-O1", *options, *instructions))  # the order of sums is the source's
+    options = [option for option in native.OPTIONS if option not in ("-O3", "-march=native")]
+    monkeypatch.setattr(native, "OPTIONS", ("-O1", *options, *instructions))  # the order of sums is the source's
     products.library.cache_clear()
     try:
         assert torch.equal(products.linear(states, matrices, outputs), wanted)
@@ -238,7 +239,7 @@ def test_other_instructions_give_the_same_bits(instructions: list[str], tmp_path
 def test_products_compile_for_arm(options: list[str], tmp_path: Path) -> None:
     if (program := shutil.which("aarch64-linux-gnu-g++")) is None:
         pytest.skip("no cross compiler: apt-get install g++-aarch64-linux-gnu")
-    others = [option for option in products.OPTIONS if option not in ("-march=native", "-O3")]
+    others = [option for option in native.OPTIONS if option not in ("-march=native", "-O3")]
     arguments = [*others, "-O1", *options, str(products.SOURCE), "-o", str(tmp_path / "products.so")]
     subprocess.run([program, *arguments], check=True, capture_output=True)
     assert (tmp_path / "products.so").read_bytes()[18:20] == b"\xb7\0"  # the machine that it is for, AArch64
@@ -278,6 +279,6 @@ def test_without_a_compiler_there_is_no_library(tmp_path: Path, monkeypatch: pyt
     for name, value in {"compiler": lambda: None, "_compile": failing}.items():
         products.library.cache_clear()
         with monkeypatch.context() as patch:
-            patch.setattr(products, name, value)
+            patch.setattr(native, name, value)
             assert products.library() is None
     products.library.cache_clear()

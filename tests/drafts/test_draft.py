@@ -10,7 +10,6 @@ import specinfer.drafts.language_model as language_model
 from specinfer import BestFirst, Chain, Expansion, ModelDraft, Sampled, SpeculativeDecoder
 from specinfer.drafts.language_model import CATCH_UP, ModelDraftSession
 from specinfer.drafts.lookup.ngram import NGramDraft
-from specinfer.drafts.rows import _in_order
 from specinfer.engine.draft import DraftContext
 from specinfer.engine.gumbel import COUPLING, Coupling, gumbel, key
 from specinfer.engine.processors import Processors
@@ -228,9 +227,3 @@ def test_names(far):
     assert ModelDraft(named).name == "small-model"
     assert NGramDraft().name == "ngram"
     assert isinstance(ModelDraft(far).open(context([[1]])), ModelDraftSession)
-
-
-def test_of_equal_tokens_the_smaller_comes_first():
-    values, tokens = _in_order(torch.tensor([[3.0, 3.0, 2.0, 2.0, 2.0]]), torch.tensor([[7, 2, 9, 5, 6]]))
-    assert tokens.tolist() == [[2, 7, 5, 6, 9]]
-    assert values.tolist() == [[3, 3, 2, 2, 2]]

@@ -14,17 +14,7 @@ from strategies import PROPERTY
 from test_draft import context
 
 from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder, TokenTree
-from specinfer.drafts.lookup.recycling import (
-    ALONE,
-    GROUPS,
-    KEPT,
-    PAIR,
-    SAMPLE,
-    STRIPES,
-    RecyclingDraft,
-    RecyclingTable,
-    likeliest,
-)
+from specinfer.drafts.lookup.recycling import ALONE, KEPT, PAIR, RecyclingDraft, RecyclingTable
 from specinfer.engine.sampling import WARPERS
 from specinfer.evaluation.compare.methods import HitRates
 from specinfer.evaluation.traces import record, replay
@@ -81,28 +71,6 @@ class Reference:
         for token, q in alone.items():
             found[token] = found.get(token, 0.0) + (0.2 if pair else 0.6) * q
         return found
-
-
-# ---- the likeliest tokens ----
-
-
-@pytest.mark.parametrize("vocab", [3, 100, STRIPES * SAMPLE * GROUPS, STRIPES * SAMPLE * (GROUPS + 1) + 17])
-@pytest.mark.parametrize("spread", [1, 3, 6])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_likeliest_tokens_are_those_of_a_sort(vocab, spread, dtype):
-    """Groups or not, tokens beyond them or not, flat and steep distributions; what they sum to is estimated well."""
-    torch.manual_seed(vocab)
-    logits = (spread * torch.randn(11, vocab)).to(dtype)
-    logits[0, -1] = logits[1, 0] = 40.0
-    logits[2] = 1.0  # all equal
-    indices, log_probs = likeliest(logits, KEPT)
-    wanted = logits.float().log_softmax(-1)
-    values, order = wanted.sort(dim=-1, descending=True)
-    assert log_probs.dtype == torch.float32
-    assert torch.allclose(log_probs, values[:, :KEPT], atol=1e-5 if vocab <= 100 else 0.35)
-    assert torch.equal(logits.gather(1, indices), logits.gather(1, order[:, :KEPT]))
-    assert all(len(set(row)) == len(row) for row in indices.tolist())
-    assert (log_probs.exp().sum(-1) < 1 + 1e-5).all()
 
 
 # ---- the table ----

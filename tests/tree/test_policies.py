@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 from strategies import PROPERTY, TableSource, coarse_table, next_state
 
-from specinfer.common.tensors import largest
 from specinfer.errors import PolicyError, TreeError
 from specinfer.tree import (
     BestFirst,
@@ -365,20 +364,6 @@ def test_top_candidates_is_a_stable_sort(vocab: int, k: int, block: int, seed: i
     got = top_candidates(log_probs, k, block)
     assert torch.equal(got[0], tokens[..., :k])
     assert torch.equal(got[1], values[..., :k])
-
-
-@pytest.mark.parametrize(("vocab", "k"), [(100, 200), (8191, 3), (8192, 33), (8200, 32), (49_152, 16), (151_936, 1)])
-def test_the_largest_values_are_found_in_the_groups_with_the_largest_maxima(vocab: int, k: int) -> None:
-    """As by sorting: values, and indices where no two are equal; of a part of a tensor, and with no chance at most."""
-    values = torch.randperm(2 * 3 * (vocab + 5), generator=torch.Generator().manual_seed(k)).float()
-    values = values.view(2, 3, -1)[..., :vocab]
-    values[0, 0, k:] = -inf
-    wanted, places = values.sort(dim=-1, descending=True)
-    found, indices = largest(values, k)
-    assert torch.equal(found, wanted[..., :k])
-    real = found > -inf
-    assert torch.equal(indices[real], places[..., :k][real])
-    assert torch.equal(values.gather(-1, indices), found)
 
 
 LAW = torch.tensor([0.4, 0.3, 0.0, 0.2, 0.1], dtype=torch.float64)

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from specinfer.common.tensors import on_device
 from specinfer.common.values import checked_count
-from specinfer.drafts.lookup.recycling import likeliest
+from specinfer.drafts.ranking import largest
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Committed, Draft, DraftContext, Scored, States
 from specinfer.engine.gumbel import DRAFT, key, uniform
@@ -188,7 +188,7 @@ class LookaheadSession(DraftRows):
         found = [[node for node in nodes if node is not None] for nodes in ends]
         rows = enumerate(zip(scored, found, strict=True))
         scores = [self._scores(row, view, nodes) for row, (view, nodes) in rows if nodes]
-        chosen = iter(likeliest(torch.cat(scores), 1)[0][:, 0].tolist() if scores else ())
+        chosen = iter(largest(torch.cat(scores).float(), 1)[0][:, 0].tolist() if scores else ())
         return [[None if node is None else next(chosen) for node in nodes] for nodes in ends]
 
     def _scores(self, row: int, view: Scored, nodes: list[int]) -> Tensor:

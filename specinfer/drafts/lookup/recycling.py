@@ -10,7 +10,7 @@ probabilities are kept as well, so that any policy can grow the tree.
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from math import inf, log
+from math import inf
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel
 from specinfer.common.lock import Lock
+from specinfer.drafts.ranking import largest
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Committed, Draft, DraftContext, Scored, States
 from specinfer.tree import Frontier, Source, TokenTree
@@ -27,7 +28,6 @@ KEPT = 8  # tokens of an entry
 ENTRIES = 1 << 16  # of a table: 16 MB at most
 NEW = 0.5  # weight of the target's present distribution against its earlier ones
 PAIR, ALONE = 0.8, 0.6  # weights of what follows a pair, the rest is the single token's; and of that without a pair
-STRIPES, GROUPS, SAMPLE = 32, 16, 16  # how `likeliest` reads a vocabulary: tokens of a group, groups, 1 token in 16
 
 Key = tuple[int, int]  # the last two tokens; (-1, b) is for b after any token
 
@@ -140,9 +140,10 @@ class RecyclingSession(DraftRows):
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Put the target's predictions at all nodes of all rows into the table."""
-        found = [likeliest(view.logits[: len(view.tree)], KEPT) for view in scored]
+        found = [largest(view.logits[: len(view.tree)].float(), KEPT) for view in scored]
         if found:
-            columns = torch.cat([torch.stack([ids.to(v.dtype), v]) for ids, v in found], 1).cpu().numpy()  # one wait
+            each = [torch.stack([ids.float(), values - total]) for ids, values, total in found]
+            columns = torch.cat(each, 1).cpu().numpy()  # one wait
             pairs = [pair for view, end in zip(scored, self.ends, strict=True) for pair in _pairs(view.tree, end)]
             self.table.learn(pairs, columns[0].astype(np.int64), np.exp(columns[1]))
         self.ends = [_end((*end, *(new or ()))) for end, new in zip(self.ends, tokens, strict=True)]
@@ -182,34 +183,6 @@ class RecyclingSession(DraftRows):
         shape = *frontier.tokens.shape, 2 * KEPT
         ids, probs = (torch.from_numpy(column).view(shape) for column in self.table.successors(asked))
         return ids, probs.log().float()
-
-
-def likeliest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k likeliest tokens of nodes and their log-probabilities, both (N, k), descending, float32.
-
-    Sorting a large vocabulary, or taking the exponential of all of it, costs milliseconds on a CPU.  Token v belongs to
-    group v mod G, and the tokens above the least of the best groups' maxima are all in these.  Their exponentials are
-    added up; the sum of the others' is estimated from a sample.
-
-    Args:
-        logits: (N, V).
-        k: how many, at most the number of groups that are read; a small vocabulary may have fewer.
-    """
-    groups = logits.shape[1] // STRIPES
-    if groups < SAMPLE * GROUPS:
-        values, indices = logits.float().topk(min(k, logits.shape[1]))
-        return indices, values - logits.float().logsumexp(-1, keepdim=True)
-    striped = logits[:, : groups * STRIPES].unflatten(1, (STRIPES, groups))
-    maxima, best = striped.amax(1).topk(GROUPS)
-    every = torch.arange(logits.shape[1], device=logits.device)
-    columns = (best[:, None] + every[: groups * STRIPES : groups, None]).flatten(1)
-    columns = torch.cat((columns, every[groups * STRIPES :].expand(len(logits), -1)), 1)
-    found, least = logits.gather(1, columns).float(), maxima[:, -1:].float()
-    values, indices = found.topk(k)
-    sample = striped[:, :, : groups // SAMPLE].flatten(1).float()
-    others = sample.masked_fill_(sample > least, -inf).logsumexp(-1, keepdim=True) + log(groups / (groups // SAMPLE))
-    total = torch.logaddexp(found.masked_fill_(found <= least, -inf).logsumexp(-1, keepdim=True), others)
-    return columns.gather(1, indices), values - torch.maximum(total, values.logsumexp(-1, keepdim=True))
 
 
 def _end(tokens: Sequence[int]) -> Key:
