@@ -333,19 +333,17 @@ class _HostPool:
 
     def admit(self, tokens: Tensor, log_probs: Tensor) -> None:
         """Let the candidates of the frontier, both (B, W, N at most), compete for the pool."""
-        found = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32)).numpy()  # numpy takes half as long
-        fronts = np.array([[node.score for node in front[self.first :]] for front in self.fronts], found.dtype)
-        scores = fronts[..., None] + np.minimum(found, 0)
-        worst = np.array([self._worst(row) for row in range(len(fronts))])
-        likelier = ~(scores <= worst[:, None, None])  # or not a number
-        rows, parents, _ = likelier.nonzero()
-        columns = rows.tolist(), parents.tolist(), scores[likelier].tolist(), tokens.numpy()[likelier].tolist()
-        arrivals: list[list[_Node]] = [[] for _ in fronts]
-        for row, parent, score, token in zip(*columns, strict=True):  # inf, for no number, is seen later
-            arrivals[row].append(_Node(score if score == score else inf, token, self.first + parent))
-        # The pool comes first and parents stand in pool order, so a stable sort breaks ties as the heap does.
-        both = zip(self.pools, arrivals, strict=True)
-        self.pools = [sorted(pool + new, key=_by_score, reverse=True)[: self.size] for pool, new in both]
+        for row, (front, *candidates) in enumerate(zip(self.fronts, tokens.tolist(), log_probs.tolist(), strict=True)):
+            worst, arrivals = self._worst(row), list[_Node]()
+            nodes = zip(front[self.first :], *candidates, strict=True)
+            for number, (node, ids, chances) in enumerate(nodes, start=self.first):
+                for token, chance in zip(ids, chances, strict=True):
+                    score = node.score + min(chance, 0.0)
+                    if score <= worst:  # and so are the others: the likeliest come first
+                        break
+                    arrivals.append(_Node(score if score == score else inf, token, number))  # inf is seen later
+            # The pool comes first and parents stand in pool order, so a stable sort breaks ties as the heap does.
+            self.pools[row] = sorted(self.pools[row] + arrivals, key=_by_score, reverse=True)[: self.size]
 
     def children(self) -> int:
         """Return the most children of one frontier node that may enter the pool.
