@@ -173,23 +173,26 @@ def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.devi
     """Lay out one level of growing trees, whose earlier levels are pending columns already: W nodes of each row.
 
     The root, node 0, is committed before growth starts.  So level 1 has no pending ancestors, and pending columns are
-    nodes 1, 2, ...  ``earlier`` is the layout of the level before, ``None`` at level 1.
+    nodes 1, 2, ...  Padding is laid out as a node.
+
+    Args:
+        frontier: the level, (B, W); all of its tokens are ids of the model.
+        earlier: the layout of the level before; None at level 1.
+        device: of the layout.
     """
-    tokens = torch.where(frontier.valid, frontier.tokens, 0).to(device)
+    tokens = frontier.tokens.to(device)
     batch, width = tokens.shape
-    rows = torch.arange(batch, device=device)[:, None].expand(batch, width).flatten()
-    visible = torch.eye(width, dtype=torch.bool, device=device).expand(batch, width, width)
-    depths = of_nodes = torch.where(frontier.valid, frontier.depth - 1, 0).to(device)
-    first = 0 if earlier is None else earlier.depths.shape[1]
+    rows = torch.arange(batch, device=device).repeat_interleave(width)
+    visible = torch.eye(width, dtype=torch.bool, device=device).repeat(batch, 1)
+    depths, first = torch.full_like(tokens, frontier.depth - 1), 0
+    of_nodes = depths.flatten()
     if earlier is not None:
-        level, last = earlier.visible.unflatten(0, (batch, -1)), earlier.sizes[0]  # of the level before, in each row
+        first, last = earlier.depths.shape[1], earlier.sizes[0]  # columns before, and of the level before
         parents = (frontier.parents.to(device) - (1 + first - last)).clamp(0, last - 1)  # (B, W) within that level
-        inherited = level.gather(1, parents[:, :, None].expand(batch, width, first))
-        inherited = inherited & frontier.valid.to(device)[:, :, None]
-        visible = torch.cat([inherited, visible], 2)
+        visible = torch.cat([earlier.visible[parents.flatten() + rows * last], visible], 1)
         depths = torch.cat([earlier.depths, depths], 1)
-    columns = torch.arange(first, first + width, device=device).expand(batch, width).flatten()
-    return Layout(tokens.flatten(), rows, columns, visible.flatten(0, 1), depths, of_nodes.flatten(), [width] * batch)
+    columns = torch.arange(first, first + width, device=device).repeat(batch)
+    return Layout(tokens.flatten(), rows, columns, visible, depths, of_nodes, [width] * batch)
 
 
 def attention_mask(

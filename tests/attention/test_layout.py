@@ -253,17 +253,16 @@ def test_a_tree_laid_out_level_by_level_is_the_tree_laid_out_whole(
                 number = row * width + place
                 assert (level.rows[number], level.columns[number]) == (row, first + place)
                 seen = columns_seen(level.visible[number])
-                if node is None:
-                    assert seen == {first + place}
-                    assert level.tokens[number] == 0
+                assert first + place in seen
+                if node is None:  # padding, whose states nobody looks at
                     continue
                 ancestors = {nodes[column] for column in seen} | {0}  # the root is committed
                 assert ancestors == columns_seen(whole.visible[first_of[row] + node])
                 assert len(seen) == tree.depths[node]
                 assert level.tokens[number] == tree.tokens[node]
             # positions count from the committed length, and the root is committed before growth starts
-            wanted = [0 if node is None else int(tree.depths[node]) - 1 for node in nodes]
-            assert level.depths[row].tolist() == wanted
+            real = [column for column, node in enumerate(nodes) if node is not None]
+            assert level.depths[row, real].tolist() == [int(tree.depths[nodes[column]]) - 1 for column in real]
 
 
 def slow_mask(layout: Layout, lengths: Sequence[int], window: int | None) -> Tensor:
