@@ -104,8 +104,8 @@ class Growth(NamedTuple):
         tokens, parents, scores, valid = (column.numpy() for column in _fetched(self[:4]))
         row_of = valid.nonzero()[0]
         numbers = np.cumsum(valid).reshape(valid.shape) - 1  # through all rows
-        above = np.take_along_axis(numbers, parents, 1)[valid]
         tokens, parents, scores = tokens[valid], parents[valid], scores[valid].astype(np.float64)
+        above = numbers[row_of, parents]
         if not np.isfinite(scores).all():
             raise TreeError(f"a node of row {row_of[~np.isfinite(scores)][0]} has a score that is not a number")
         is_root = parents < 0
@@ -119,7 +119,6 @@ class Growth(NamedTuple):
             scores,
             Draws(drafted, np.full(len(drafted), draft), drafted),  # draws of one node stand in slot order
             self._distributions(row_of[drafted], parents[drafted], above[drafted], draft),
-            distinct=self.kind is not Kind.IID,
         )
         return Forest(self.kind, roots, listed)
 
@@ -156,7 +155,7 @@ class Forest(Sequence[TokenTree]):
             return trees
         _check_kinds(tree.kind for tree in trees)
         roots = [int(tree.tokens[0]) for tree in trees]
-        forest = cls(trees[0].kind, roots, joined([tree.nodes for tree in trees], distinct=True))
+        forest = cls(trees[0].kind, roots, joined([tree.nodes for tree in trees]))
         forest._trees = dict(enumerate(trees))
         return forest
 

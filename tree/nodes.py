@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,7 +41,6 @@ class Listed(NamedTuple):
     scores: NDArray[np.float64]  # (S,) log-probability of the path; 0 at the roots
     draws: Draws
     distributions: Distributions
-    distinct: bool = False  # no path is listed twice
 
 
 @dataclass(eq=False)
@@ -56,7 +54,6 @@ class Nodes:
     scores: NDArray[np.float64]  # (N,)
     draws: Draws  # by node, then draft, then order
     distributions: Distributions
-    distinct: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for array in (self.tokens, self.parents, self.depths, self.scores, *self.draws):
@@ -188,7 +185,7 @@ def roots_only(tokens: Sequence[int] | Numbers) -> Nodes:
 BARE = roots_only([0])
 
 
-def joined(parts: Sequence[Listed | Nodes], distinct: bool = False) -> Listed | Nodes:
+def joined(parts: Sequence[Listed | Nodes]) -> Listed | Nodes:
     """Return the nodes of several parts as those of one."""
     if len(parts) == 1:
         return parts[0]
@@ -201,7 +198,6 @@ def joined(parts: Sequence[Listed | Nodes], distinct: bool = False) -> Listed | 
         np.concatenate([part.scores for part in parts]),
         Draws(*map(np.concatenate, zip(*draws, strict=True))),
         {(p + shift, d): q for part, shift in pairs for (p, d), q in part.distributions.items()},
-        distinct,
     )
 
 
@@ -210,25 +206,17 @@ def in_order(listed: Listed, rows: int) -> Nodes:
 
     Nodes of one path become one node, with all of their draws and the largest of their scores.
     """
-    nodes, chosen = _merged_paths(listed, rows)
-    parents = np.append(nodes, -1)[listed.parents[chosen]]
-    tokens, depths, scores = listed.tokens[chosen], depths_of(parents), listed.scores[chosen]
-    if not listed.distinct:
-        np.maximum.at(scores, nodes, listed.scores)
-    numbers = depth_first(parents, depths, tokens, scores)
-    order = _inverse(numbers, np.arange(len(numbers)))
-    draws = listed.draws._replace(nodes=numbers[nodes[listed.draws.nodes]])
-    draw_order = np.lexsort((draws.orders, draws.drafts, draws.nodes))
+    numbers, found = depth_first(listed.tokens.tolist(), listed.parents.tolist(), listed.scores.tolist(), rows)
+    tokens, parents, depths, scores = map(np.array, zip(*found, strict=True))
+    draws = listed.draws._replace(nodes=numbers[listed.draws.nodes])
+    order = np.lexsort((draws.orders, draws.drafts, draws.nodes))
     distributions: dict[tuple[int, int], np.ndarray] = {}
     for (parent, draft), distribution in listed.distributions.items():
-        distributions.setdefault((int(numbers[nodes[parent]]), draft), distribution)
+        distributions.setdefault((int(numbers[parent]), draft), distribution)
     return Nodes(
-        np.append(numbers[parents < 0], len(numbers)),
-        tokens[order],
-        np.append(numbers, -1)[parents[order]],
-        depths[order],
-        scores[order],
-        Draws(*(column[draw_order] for column in draws)),
+        np.append(np.flatnonzero(parents < 0), len(found)),
+        *(tokens, parents, depths, scores),
+        Draws(*(column[order] for column in draws)),
         distributions,
     )
 
@@ -255,45 +243,44 @@ def depths_of(parents: Numbers) -> Numbers:
     return depths
 
 
-def depth_first(parents: Numbers, depths: Numbers, tokens: Numbers, scores: NDArray[np.float64]) -> Numbers:
-    """Return each node's number in order: row by row, depth first, siblings by score descending, then token."""
-    sizes = np.ones(len(parents), np.int64)
-    by_depth = np.argsort(depths, kind="stable")
-    ends = np.cumsum(np.bincount(depths)).tolist()
-    levels = [by_depth[first:last] for first, last in pairwise(ends)]  # below the roots
-    for level in reversed(levels):
-        np.add.at(sizes, parents[level], sizes[level])
-    roots = by_depth[: ends[0]]
-    order = np.lexsort((tokens, -scores, parents))[len(roots) :]  # siblings lie together; roots come first
-    numbers = np.zeros(len(parents), np.int64)
-    numbers[roots] = np.cumsum(sizes[roots]) - sizes[roots]
-    numbers[order] = _from_first(np.cumsum(sizes[order]) - sizes[order], parents[order]) + 1  # from the parent's
-    for level in levels:
-        numbers[level] += numbers[parents[level]]
-    return numbers
+def depth_first(
+    tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float], rows: int
+) -> tuple[Numbers, list[tuple[int, int, int, float]]]:
+    """Walk listed nodes of B rows: row by row, depth first, siblings by score descending, then token.
 
+    Nodes of one path are walked as one, whose score is the largest of theirs.  In lists, for trees have few nodes.
 
-def _merged_paths(listed: Listed, rows: int) -> tuple[Numbers, Numbers]:
-    """Return the node that each listed one becomes, and for each node one that is listed.
+    Args:
+        tokens, parents, scores: of S listed nodes: see `Listed`.
+        rows: B.
 
-    Paths are told apart by their last 1, 2, 4, ... tokens, from the leaves up: prefix doubling, as for suffix arrays
-    (Manber and Myers, "Suffix Arrays", 1993).
+    Returns:
+        numbers: (S,) of the node that each listed one becomes; -1 if no root leads to it.
+        found: token, parent, depth and score of each node.
     """
-    every = np.arange(len(listed.parents))
-    if listed.distinct:
-        return every, every
-    roots = listed.parents < 0
-    above = np.where(roots, every, listed.parents)
-    names = np.where(roots, (np.cumsum(roots) - 1) % rows, listed.tokens + rows)  # of the part of each path seen so far
-    while True:
-        names = np.unique(names, return_inverse=True)[1]  # small numbers again
-        if roots[above].all():
-            break
-        names = names * len(every) + names[above]
-        above = above[above]
-    _, chosen, names = np.unique(names * len(every) + names[above], return_index=True, return_inverse=True)
-    order = np.argsort(chosen)  # as listed, so roots stay in the order of their rows
-    return _inverse(order, np.arange(len(order)))[names], chosen[order]
+    roots: list[int] = []
+    below: list[list[int]] = [[] for _ in tokens]
+    for node, parent in enumerate(parents):
+        (roots if parent < 0 else below[parent]).append(node)
+    numbers = [-1] * len(tokens)
+    found: list[tuple[int, int, int, float]] = []
+    waiting = [(roots[row::rows], -1, 0, 0.0) for row in reversed(range(rows))]
+    while waiting:
+        same, parent, depth, score = waiting.pop()
+        number = len(found)
+        found.append((tokens[same[0]], parent, depth, score))
+        children: dict[int, list[int]] = {}
+        for node in same:
+            numbers[node] = number
+            for child in below[node]:
+                if (token := tokens[child]) in children:
+                    children[token].append(child)
+                else:
+                    children[token] = [child]
+        if children:
+            ranked = [(max([scores[child] for child in each]), -token, each) for token, each in children.items()]
+            waiting += [(each, number, depth + 1, best) for best, _, each in sorted(ranked)]
+    return np.array(numbers, np.int64), found
 
 
 def _from_first(values: Numbers, groups: Numbers) -> Numbers:

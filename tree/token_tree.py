@@ -418,7 +418,7 @@ def _check_columns(
 
 def _check_order(nodes: Nodes) -> None:
     """Raise TreeError unless nodes are in order, and each draft's draws under each node are numbered 0, 1, ..."""
-    numbers = depth_first(nodes.parents, nodes.depths, nodes.tokens, nodes.scores)
+    numbers, _ = depth_first(nodes.tokens.tolist(), nodes.parents.tolist(), nodes.scores.tolist(), 1)
     if (moved := numbers != np.arange(len(nodes))).any():
         raise TreeError(
             f"node {moved.argmax()} is out of order (depth first, siblings by score descending, then token id): "
