@@ -76,15 +76,18 @@ def lay_out_trees(
     nodes = Forest.of(trees).nodes
     if not unread and np.array_equal(nodes.depths[nodes.starts[1:] - 1] + 1, nodes.sizes):  # each row is one path
         return _lay_out(nodes.tokens.copy(), nodes.sizes.tolist(), device, width)
-    before = np.array([*map(len, unread)], np.int64) if unread else np.zeros_like(nodes.sizes)
+    if not unread:
+        layout = _Rows(nodes.sizes)
+        layout.ends[nodes.rows, nodes.columns] = nodes.columns + nodes.subtrees
+        return layout.done(nodes.tokens, nodes.depths, device, width)
+    before = np.array([*map(len, unread)], np.int64)
     layout = _Rows(nodes.sizes + before)
     columns = nodes.columns + before[nodes.rows]
     numbers = layout.starts[nodes.rows] + columns
     tokens, depths = np.empty_like(layout.rows), layout.columns.copy()
     tokens[numbers], depths[numbers] = nodes.tokens, nodes.depths + before[nodes.rows]
     layout.ends[nodes.rows, columns] = columns + nodes.subtrees
-    if unread:
-        tokens[layout.columns < before[layout.rows]] = [*chain(*unread)]
+    tokens[layout.columns < before[layout.rows]] = [*chain(*unread)]
     wanted = [range(first, size) for first, size in zip(before.tolist(), layout.sizes.tolist(), strict=True)]
     return layout.done(tokens, depths, device, width)._replace(wanted=wanted if before.any() else None)
 
@@ -181,18 +184,26 @@ def lay_out_level(frontier: Frontier, earlier: Layout | None, device: torch.devi
         device: of the layout.
     """
     tokens = frontier.tokens.to(device)
-    batch, width = tokens.shape
-    rows = torch.arange(batch, device=device).repeat_interleave(width)
-    visible = torch.eye(width, dtype=torch.bool, device=device).repeat(batch, 1)
-    depths, first = torch.full_like(tokens, frontier.depth - 1), 0
+    first = 0 if earlier is None else earlier.depths.shape[1]
+    form = _level_form if device.type == "cpu" else _level_form.__wrapped__  # a graph makes its own
+    rows, columns, visible = form(*tokens.shape, first, device)
+    depths = torch.full_like(tokens, frontier.depth - 1)
     of_nodes = depths.flatten()
     if earlier is not None:
-        first, last = earlier.depths.shape[1], earlier.sizes[0]  # columns before, and of the level before
-        parents = (frontier.parents.to(device) - (1 + first - last)).clamp(0, last - 1)  # (B, W) within that level
+        last = earlier.sizes[0]  # nodes of the level before, in each row
+        parents = (frontier.parents.to(device) - (1 + first - last)).clamp_(0, last - 1)  # (B, W) within that level
         visible = torch.cat([earlier.visible[parents.flatten() + rows * last], visible], 1)
         depths = torch.cat([earlier.depths, depths], 1)
+    return Layout(tokens.flatten(), rows, columns, visible, depths, of_nodes, [tokens.shape[1]] * len(tokens))
+
+
+@lru_cache(256)
+@torch.inference_mode(False)  # for whoever comes next
+def _level_form(batch: int, width: int, first: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return row and pending column of each node of a level, (N,), and which of these columns it sees, (N, width)."""
+    rows = torch.arange(batch, device=device).repeat_interleave(width)
     columns = torch.arange(first, first + width, device=device).repeat(batch)
-    return Layout(tokens.flatten(), rows, columns, visible, depths, of_nodes, [width] * batch)
+    return rows, columns, torch.eye(width, dtype=torch.bool, device=device).repeat(batch, 1)
 
 
 def attention_mask(

@@ -68,7 +68,7 @@ void largest(const float* scores, int64_t size, int64_t k, float* values, int64_
 // Of rows of scores, `stride` apart: the k largest, descending, equal ones in order, their indices, and the logarithm.
 extern "C" void specinfer_largest(
     const float* scores, int64_t rows, int64_t size, int64_t stride, int64_t k, float* values, int64_t* indices, float* totals) {
-#pragma omp parallel for if (rows * size > 1 << 17)
+#pragma omp parallel for if (rows * size > 1 << 15)
     for (int64_t row = 0; row < rows; ++row)
         largest(scores + row * stride, size, k, values + row * k, indices + row * k, totals + row);
 }
