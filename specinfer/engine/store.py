@@ -28,6 +28,7 @@ from specinfer.common.values import plain
 from specinfer.errors import InputError
 
 LEAST = 16  # tokens of a beginning; shorter ones are not worth a pass of their own
+STEPS = 32  # of a row, after which states that no draft needs any more are dropped
 MEGABYTE = 10**6
 SHARE = 0.25  # of the memory that is free, or taken by prefixes already
 UNKNOWN = 8e9  # bytes that are taken for free where the system does not say
@@ -359,9 +360,9 @@ class StoringSession(TreeSession):
     def commit(self, paths: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
         """As `TreeSession.commit`; a row that leaves is kept up to its last root, if it is wanted."""
         found = super().commit([(0,) if path is None else path for path in paths])
-        for number, (row, new) in enumerate(zip(self.rows, found, strict=True)):
+        for number, (row, new, path) in enumerate(zip(self.rows, found, paths, strict=True)):
             row.states += [] if new is None else [new]
-            if self.drafts and self.forgets:
+            if self.drafts and self.forgets and (len(row.states) % STEPS == 0 or path is None):
                 row.forget(min(draft.needs(number, row.text.ids) for draft in self.drafts))
         if None not in paths:
             return found

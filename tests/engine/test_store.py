@@ -16,7 +16,7 @@ from specinfer import BestFirst, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, resumed
 from specinfer.common.tensors import concat
 from specinfer.engine.sessions import CHUNK
-from specinfer.engine.store import LEAST, SHARE, Prefix, PrefixStore, Text, cache_of
+from specinfer.engine.store import LEAST, SHARE, STEPS, Prefix, PrefixStore, Text, cache_of
 from specinfer.errors import CacheError, InputError
 
 LONG = [*range(60, 60 + 3 * LEAST)]
@@ -297,9 +297,9 @@ def test_what_is_under_way_is_found(target):
         made.generate([1], max_new_tokens=1)
         read.tokens = 0
         scheduler.step()
-    assert read.tokens <= 2 + 2 * (1 + 7)  # the last token that is shared, for its states, the 9, and two trees
+    assert read.tokens <= 1 + 2 * (1 + 7)  # the 9, and two trees
     drained(scheduler)
-    assert [request.result.stats.cached_tokens for request in (first, late)] == [0, len(LONG) - 1]
+    assert [request.result.stats.cached_tokens for request in (first, late)] == [0, len(LONG)]
     assert late.result.token_ids == made.generate([*LONG, 9, 4], max_new_tokens=6, temperature=0).token_ids
 
 
@@ -317,7 +317,7 @@ def test_what_drafts_read_outlives_the_row_that_it_is_copied_from(target, drafts
         scheduler.step()
     assert not late.steps
     drained(scheduler)
-    assert late.result.stats.cached_tokens == len(LONG) - (drafts == "head")
+    assert late.result.stats.cached_tokens == len(LONG)
     assert late.result.token_ids == made.generate(lengthy, max_new_tokens=9, **options).token_ids
     assert len(store.prefixes[-1].caches) == 2
     assert_read_as_alone(made, store.prefixes[-1])
@@ -425,6 +425,18 @@ def test_bytes_of_drafts_count(target, drafts):
             else:
                 assert states < 12 * len(made.aux_layers) * 32 * 8  # of the last steps only
     assert sizes[1] == 0
+
+
+def test_states_that_were_read_are_dropped_while_a_text_goes_on(target):
+    made = decoder(target, "head")
+    scheduler = made.scheduler()
+    scheduler.add(made.prepare(LONG, max_new_tokens=150, temperature=0))
+    held = []
+    while not scheduler.idle:
+        scheduler.step()
+        held += [len(row.states) for row in scheduler._batch._sessions.target.rows] if scheduler.active else []
+    assert STEPS - 1 in held
+    assert max(held) < STEPS
 
 
 def test_without_a_size_a_share_of_the_free_memory_is_taken(target, monkeypatch):
