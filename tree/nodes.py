@@ -246,9 +246,9 @@ def depths_of(parents: Numbers) -> Numbers:
 def depth_first(
     tokens: Sequence[int], parents: Sequence[int], scores: Sequence[float], rows: int
 ) -> tuple[Numbers, list[tuple[int, int, int, float]]]:
-    """Walk listed nodes of B rows: row by row, depth first, siblings by score descending, then token.
+    """Order listed nodes of B rows: row by row, depth first, siblings by score descending, then token.
 
-    Nodes of one path are walked as one, whose score is the largest of theirs.  In lists, for trees have few nodes.
+    Nodes of one path count as one, whose score is the largest of theirs.  In lists, for trees have few nodes.
 
     Args:
         tokens, parents, scores: of S listed nodes: see `Listed`.
