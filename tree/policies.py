@@ -333,12 +333,14 @@ class _HostPool:
 
     def admit(self, tokens: Tensor, log_probs: Tensor) -> None:
         """Let the candidates of the frontier, both (B, W, N at most), compete for the pool."""
-        for row, (front, *candidates) in enumerate(zip(self.fronts, tokens.tolist(), log_probs.tolist(), strict=True)):
-            worst, arrivals = self._worst(row), list[_Node]()
-            nodes = zip(front[self.first :], *candidates, strict=True)
-            for number, (node, ids, chances) in enumerate(nodes, start=self.first):
-                for token, chance in zip(ids, chances, strict=True):
-                    score = node.score + min(chance, 0.0)
+        found = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32)).numpy()
+        fronts = np.array([[node.score for node in front[self.first :]] for front in self.fronts], found.dtype)
+        paths = fronts[..., None] + np.minimum(found, 0)  # in the source's precision, as elsewhere
+        for row, candidates in enumerate(zip(tokens.tolist(), paths.tolist(), strict=True)):
+            worst = self._worst(row)
+            arrivals: list[_Node] = []
+            for number, (ids, scores) in enumerate(zip(*candidates, strict=True), start=self.first):
+                for token, score in zip(ids, scores, strict=True):
                     if score <= worst:  # and so are the others: the likeliest come first
                         break
                     arrivals.append(_Node(score if score == score else inf, token, number))  # inf is seen later
