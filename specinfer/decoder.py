@@ -35,6 +35,7 @@ from specinfer.common.model_options import DeviceMap, checked_options
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.threads import release_workers
 from specinfer.common.values import checked_count, checked_flag, checked_logprobs, plain
+from specinfer.drafts import ranking
 from specinfer.drafts.bundled import bundled_drafts
 from specinfer.drafts.head import MODEL_TYPE, HeadDraft
 from specinfer.drafts.language_model import ModelDraft
@@ -152,6 +153,8 @@ class SpeculativeDecoder:
         ready, notes = learners(self._ready(_as_list(drafts)) if tree is not None else [], share)
         self.drafts = [self._attached(draft) for draft in with_memory(ready, self.memory)]
         self.notes += [*notes, *(note for draft in self.drafts for note in draft.notes)]
+        if self.drafts and self.target.device.type == "cpu":
+            ranking.library()  # on a new machine it is compiled here, in a second, and not in a step
         if graphs and any(model.dispatched for model in self.networks):
             raise InputError("graphs=True replays passes, and a model's hooks move weights or inputs: leave it out")
         if graphs and (elsewhere := {model.device.type for model in self.networks} - {"cuda"}):

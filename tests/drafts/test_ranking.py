@@ -4,9 +4,11 @@ from math import inf, nan
 
 import pytest
 import torch
+from conftest import tiny_llama
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specinfer import SpeculativeDecoder
 from specinfer.drafts import ranking
 
 
@@ -57,3 +59,12 @@ def test_other_types_are_ranked_by_torch():
         indices, values, _ = ranking.largest(scores.to(dtype), 3)
         assert indices.tolist() == [[1, 2, 3]]
         assert values.dtype == dtype
+
+
+def test_it_is_compiled_with_a_decoder_and_not_in_its_first_step(monkeypatch):
+    made = []
+    monkeypatch.setattr(ranking, "library", lambda: made.append("library"))
+    SpeculativeDecoder(tiny_llama(), drafts=[], tree=None)
+    assert not made
+    SpeculativeDecoder(tiny_llama(), drafts=["ngram"])
+    assert made
