@@ -76,18 +76,15 @@ def lay_out_trees(
     nodes = Forest.of(trees).nodes
     if not unread and np.array_equal(nodes.depths[nodes.starts[1:] - 1] + 1, nodes.sizes):  # each row is one path
         return _lay_out(nodes.tokens.copy(), nodes.sizes.tolist(), device, width)
-    if not unread:
-        layout = _Rows(nodes.sizes)
-        layout.ends[nodes.rows, nodes.columns] = nodes.columns + nodes.subtrees
-        return layout.done(nodes.tokens, nodes.depths, device, width)
-    before = np.array([*map(len, unread)], np.int64)
+    before = np.array([*map(len, unread)], np.int64) if unread else np.zeros_like(nodes.sizes)
     layout = _Rows(nodes.sizes + before)
     columns = nodes.columns + before[nodes.rows]
     numbers = layout.starts[nodes.rows] + columns
     tokens, depths = np.empty_like(layout.rows), layout.columns.copy()
     tokens[numbers], depths[numbers] = nodes.tokens, nodes.depths + before[nodes.rows]
     layout.ends[nodes.rows, columns] = columns + nodes.subtrees
-    tokens[layout.columns < before[layout.rows]] = [*chain(*unread)]
+    if unread:
+        tokens[layout.columns < before[layout.rows]] = [*chain(*unread)]
     wanted = [range(first, size) for first, size in zip(before.tolist(), layout.sizes.tolist(), strict=True)]
     return layout.done(tokens, depths, device, width)._replace(wanted=wanted if before.any() else None)
 

@@ -43,6 +43,7 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_torch(scores: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same with fewer launches on a GPU than `tree.top_candidates` takes for its rule at the cut-off."""
     values, indices = scores.topk(min(k, scores.shape[-1]))
     indices, order = indices.sort(-1)  # `torch.topk` has no rule for ties
     values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)

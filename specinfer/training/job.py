@@ -4,7 +4,6 @@ Knows: settings, figures and checkpoints.  Does not know: how text is made (`tex
 """
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -13,11 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from specinfer.common.files import lock_settings, parse_json, read_json, storing, sync, weights_digest
+from specinfer.common.files import lock_settings, parse_json, read_json, weights_digest, write_whole
 from specinfer.common.progress import Figures
 from specinfer.common.values import installed
 from specinfer.errors import InputError, one_line
@@ -105,7 +104,7 @@ class Checkpoint:
         self.path = draft.with_name(f"{draft.name}.checkpoint.safetensors")
 
     def save(self, model: nn.Module, optimizers: Sequence[Optimizer], step: int, history: list[Figures]) -> None:
-        """Write a fresh file, then rename it.
+        """Write the checkpoint in the place of the one before.
 
         Raises:
             SpecinferError, InputError: the disk is full, or the folder cannot be written.
@@ -115,13 +114,7 @@ class Checkpoint:
             for index, state in optimizer.state_dict()["state"].items():
                 tensors |= {f"optimizer.{number}.{index}.{name}": value for name, value in state.items()}
         copies = {name: value.detach().clone().contiguous() for name, value in tensors.items()}  # also of tied weights
-        fresh = self.path.with_suffix(".new")
-        with storing(self.path):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(copies, fresh, {"progress": json.dumps({"step": step, "history": history})})
-            sync(fresh)
-            os.replace(fresh, self.path)
-            sync(self.path.parent)
+        write_whole(self.path, save(copies, {"progress": json.dumps({"step": step, "history": history})}))
 
     def load(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> tuple[int, list[Figures]]:
         """Return the steps done and the history, (0, []) where nothing was saved.

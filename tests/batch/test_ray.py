@@ -96,15 +96,11 @@ def same_as_alone(found, chosen, **options):
         assert 1 <= row["target_passes"] <= NEW
 
 
-def test_an_actor_reads_a_column_of_seeds_and_one_of_ids():
-    """Called here as Ray calls it in its process."""
-    pyarrow = pytest.importorskip("pyarrow")
-    from specinfer.integrations.ray import _Generator
-
-    actor = _Generator("ids", made, 0, 2, {"temperature": 1, "max_new_tokens": NEW})
-    found = actor(pyarrow.table({"ids": [[5, 9, 17]] * 3, "seed": [3, 4, 3]})).to_pylist()
+def test_a_column_of_seeds_and_one_of_ids(cluster, tmp_path):
+    rows = [{"ids": [5, 9, 17], "seed": seed} for seed in (3, 4, 3)]
+    found = generated(ray.data.from_items(rows), tmp_path / "log", column="ids", temperature=1).take_all()
     assert [row["seed"] for row in found] == [3, 4, 3]
-    texts = [row["token_ids"] for row in found]
+    texts = [list(row["token_ids"]) for row in found]
     assert texts[0] == texts[2] != texts[1]
     assert texts[1] == made().generate([5, 9, 17], seed=4, temperature=1, max_new_tokens=NEW).token_ids
 
