@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from ctypes import c_float
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from math import exp, inf, log, nextafter
@@ -321,6 +322,11 @@ _ROOT, _PADDING = _Node(0.0, -1, -1), _Node(-inf, 0, 0)
 _by_score = itemgetter(0)
 
 
+def _single(number: float) -> float:
+    """Return a number as float32 has it."""
+    return c_float(number).value
+
+
 class _HostPool:
     """`_Pool` for distributions in host memory, in lists: candidates that cannot enter it are not looked at."""
 
@@ -333,14 +339,14 @@ class _HostPool:
 
     def admit(self, tokens: Tensor, log_probs: Tensor) -> None:
         """Let the candidates of the frontier, both (B, W, N at most), compete for the pool."""
-        found = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32)).numpy()
-        fronts = np.array([[node.score for node in front[self.first :]] for front in self.fronts], found.dtype)
-        paths = fronts[..., None] + np.minimum(found, 0)  # in the source's precision, as elsewhere
-        for row, candidates in enumerate(zip(tokens.tolist(), paths.tolist(), strict=True)):
+        rounded = float if log_probs.dtype == torch.float64 else _single  # sums are those of `_path_scores`
+        for row, (front, *candidates) in enumerate(zip(self.fronts, tokens.tolist(), log_probs.tolist(), strict=True)):
             worst = self._worst(row)
             arrivals: list[_Node] = []
-            for number, (ids, scores) in enumerate(zip(*candidates, strict=True), start=self.first):
-                for token, score in zip(ids, scores, strict=True):
+            nodes = zip(front[self.first :], *candidates, strict=True)
+            for number, (node, ids, chances) in enumerate(nodes, start=self.first):
+                for token, chance in zip(ids, chances, strict=True):
+                    score = rounded(node.score + min(chance, 0.0))
                     if score <= worst:  # and so are the others: the likeliest come first
                         break
                     arrivals.append(_Node(score if score == score else inf, token, number))  # inf is seen later
