@@ -22,7 +22,7 @@ tree *positions* (committed length + depth), not between cache columns.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 import torch
@@ -283,7 +283,13 @@ class Span(NamedTuple):
     columns: range
 
 
-class PerNode:
+@lru_cache(256)
+def _spans(sizes: tuple[int, ...]) -> list[Span]:
+    """Return where rows of these sizes are that lie side by side; plain steps ask for the same again and again."""
+    return [Span(0, range(end - size, end)) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+class PerNode(Sequence[Tensor]):
     """Values of the nodes of B rows: a view of a tensor, nothing is copied to look at a row.
 
     Args:
@@ -304,8 +310,7 @@ class PerNode:
     @classmethod
     def side_by_side(cls, values: Tensor, sizes: Sequence[int]) -> "PerNode":
         """Return values (1, N, ...) of the nodes of all rows, row after row."""
-        ends = accumulate(sizes)
-        return cls(values, [Span(0, range(end - size, end)) for end, size in zip(ends, sizes, strict=True)])
+        return cls(values, _spans((*sizes,)))
 
     @classmethod
     def joined(cls, parts: Sequence["PerNode"]) -> "PerNode":
@@ -315,6 +320,15 @@ class PerNode:
     def __len__(self) -> int:
         """Return B, the number of rows."""
         return len(self.spans)
+
+    @overload
+    def __getitem__(self, row: int) -> Tensor: ...
+
+    @overload
+    def __getitem__(self, row: slice) -> list[Tensor]: ...
+
+    def __getitem__(self, row: int | slice) -> Tensor | list[Tensor]:
+        return [self.row(each) for each in range(len(self))[row]] if isinstance(row, slice) else self.row(row)
 
     def __iter__(self) -> Iterator[Tensor]:
         return map(self.row, range(len(self)))
@@ -330,7 +344,7 @@ class PerNode:
         return PerNode(self.values, [Span(line, whole[part.start : part.stop]) for (line, whole), part in spans])
 
     @property
-    def count(self) -> int:
+    def held(self) -> int:
         """Of how many nodes the tensor holds values, padding included."""
         return self.values.shape[0] * self.values.shape[1]
 

@@ -167,7 +167,7 @@ class TreeSession:
         self.prefill_seconds += spent * share
         return logits
 
-    def commit(self, paths: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> Sequence[Tensor | None]:
         """Keep these pending slots of each row, forget the others, retire rows given None (`TreeCache.keep`).
 
         Slots are those of the trees, or of the layouts; what was unread before them is kept in any case.
@@ -187,7 +187,9 @@ class TreeSession:
         if not aux_states:
             return [None] * len(paths)
         states = PerNode.joined(aux_states)
-        is_whole = states.count == sum(len(path or ()) for path in paths)  # then there is nothing else to free
+        is_whole = states.held == sum(len(path or ()) for path in paths)  # then there is nothing else to free
+        if is_whole and None not in paths:
+            return states
         rows = zip(paths, states, strict=True)
         return [None if path is None else _chosen(row, path, is_whole) for path, row in rows]
 

@@ -7,7 +7,7 @@ All counts are derived from the steps, so the parts of a result agree with each 
 
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate, takewhile
 from math import exp
@@ -55,7 +55,8 @@ class Seconds:
 
     def __sub__(self, earlier: "Seconds") -> "Seconds":
         """Return what was spent since an earlier reading of the same clocks."""
-        return Seconds(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+        passes = self.prefill - earlier.prefill, self.target - earlier.target, self.draft - earlier.draft
+        return Seconds(self.total - earlier.total, *passes, self.learning - earlier.learning)
 
     def to_dict(self) -> dict[str, float]:
         """Return a JSON-ready dict, bookkeeping included."""

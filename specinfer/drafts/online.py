@@ -138,6 +138,7 @@ class OnlineHeadSession(HeadDraftSession):
     """A head at work, whose rows are recorded."""
 
     per_row = (*HeadDraftSession.per_row, "recorders")
+    may_wait = False  # it learns from logits
 
     def __init__(self, model: TreeModel, draft: OnlineHead, context: DraftContext) -> None:
         super().__init__(model, draft.aux_layers, context, draft.inverse_temperature)

@@ -152,8 +152,9 @@ def search(schedule: Schedule[T_co], sessions: Sessions, rows: Sequence[Row]) ->
             for view, row in zip(views, fed, strict=True)
         ]
         kept = target.commit([None if row.finished else (0, *step.path) for row, step in emitted])
+        committed = [None if row.finished else step.tokens for row, step in emitted]
         for draft in drafts:
-            draft.commit([None if row.finished else step.tokens for row, step in emitted], kept, views)
+            draft.commit(committed, kept, views)
         yield schedule.finish(emitted)
 
 

@@ -71,6 +71,7 @@ class DraftSession(ABC):
         prefill_seconds: wall-clock seconds in prefill passes.
         first_passes: how many passes took longer so far than others of their shapes will.
         limit: how many tokens the draft's context has; None if it has no end.
+        may_wait: whether steps in which it was not asked may be committed later, as one, without `scored`.
     """
 
     passes: int = 0
@@ -78,6 +79,7 @@ class DraftSession(ABC):
     prefill_seconds: float = 0.0
     first_passes: int = 0
     limit: int | None = None
+    may_wait: bool = False
 
     def source(self, roots: Sequence[int]) -> Source | None:
         """Return what a policy may ask in this step; None: nothing is known, and no row gets a tree.

@@ -54,8 +54,9 @@ def decode(schedule: Schedule[T_co], sessions: Sessions, verifier: Verifier) -> 
         # each row's text is cut where it ends (end of sequence, stop string, max_new_tokens) before the commit
         emitted = [(view.row, view.row.advance(verifier.verify, view)) for view in views]
         states = target.commit([None if row.finished else (0, *step.path) for row, step in emitted])
+        committed = [None if row.finished else step.tokens for row, step in emitted]
         for draft in drafts:
-            draft.commit([None if row.finished else step.tokens for row, step in emitted], states, views)
+            draft.commit(committed, states, views)
         yield schedule.finish(emitted)
 
 

@@ -8,7 +8,7 @@ Does not know: which rows wait, how a step is decoded.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, zip_longest
+from itertools import accumulate, chain, compress, zip_longest
 from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple, Protocol, Self
@@ -67,7 +67,7 @@ class Drafting(Clocked):
 
     A draft often has a smaller context than its target.  A row that reaches its end gets bare roots from then on,
     and its result says so.  Rows whose prompts the target's pass reads beside the trees of others join after that
-    pass.
+    pass.  What rows commit while nobody asks the draft is told to its session at once, later.
 
     Args:
         draft: whose session it is.
@@ -79,6 +79,7 @@ class Drafting(Clocked):
         inside: per row, whether the session still has it.
         notes: per row, where its result's notes are.
         late: the last rows of the batch, if they join after the pass of this step.
+        untold: by step, what was committed that the session was not told yet.
     """
 
     def __init__(self, draft: Draft, context: DraftContext, open: Callable[[Newcomers], "Drafting"]) -> None:
@@ -86,11 +87,15 @@ class Drafting(Clocked):
         self.draft, self.open, self.proposing, self.late = draft, open, 0.0, Newcomers()
         self.inside = [True] * len(context.prompts)
         self.notes: list[list[str]] = list(context.notes) or [[] for _ in self.inside]
+        self.untold: list[tuple[Committed, States]] = []
+        self._asked = False  # in this step
         self._let_go()
 
     def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
         """Return one tree per row, as the session grows them; bare roots for rows that have left."""
         started, bare = perf_counter() - self.prefill_seconds, Forest(policy.kind, roots)
+        self._tell()
+        self._asked = True
         grown = self.session.propose(policy, self._of_inside(roots), max_depth) if any(self.inside) else bare
         self.proposing += perf_counter() - self.prefill_seconds - started
         if len(grown) == len(bare):
@@ -100,17 +105,28 @@ class Drafting(Clocked):
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take note of what each row committed; rows whose context has ended leave, and late ones join."""
+        self.untold.append((tokens, states))
+        if self.session.may_wait and not (self._asked or self.late.rows or None in tokens):
+            return
         known, late, self.late = len(self.inside), self.late, Newcomers()
-        if any(self.inside):
-            self.session.commit(*(self._of_inside(values) for values in (tokens, states, scored)))
-        kept = [row for row, new in enumerate(tokens[:known]) if new is not None]
-        self.inside = [self.inside[row] for row in kept]
-        self.notes = [self.notes[row] for row in kept]
-        self._let_go()
+        self._tell(scored)
         joining = [each for each in zip(*late, states[known:], strict=True) if not each[0].finished]
         if joining:
             rows, before, caches, new = zip(*joining, strict=True)
             self.join(self.open(Newcomers(rows, [*map(concat, zip(before, new, strict=True))], caches)))
+
+    def _tell(self, scored: Sequence[Scored] = ()) -> None:
+        """Tell the session what it was not told yet; rows that retire, or that it cannot continue, leave."""
+        if not self.untold:
+            return
+        tokens, states = _as_one(self.untold)
+        self.untold, self._asked = [], False
+        if any(self.inside):
+            self.session.commit(*(self._of_inside(values) for values in (tokens, states, scored)))
+        if None in tokens:
+            kept = [new is not None for new in tokens]
+            self.inside, self.notes = [*compress(self.inside, kept)], [*compress(self.notes, kept)]
+        self._let_go()
 
     @property
     def batch(self) -> int:
@@ -133,6 +149,7 @@ class Drafting(Clocked):
 
     def join(self, other: Self) -> None:
         """Take in the rows of another session of the same draft, after the own ones."""
+        self._tell()
         if any(other.inside):
             self.session.join(other.session)
         self.inside, self.notes = self.inside + other.inside, self.notes + other.notes
@@ -357,6 +374,15 @@ class Sessions:
     @property
     def _prefill_seconds(self) -> float:
         return self.target.prefill_seconds + sum(draft.prefill_seconds for draft in self.drafts)
+
+
+def _as_one(steps: Sequence[tuple[Committed, States]]) -> tuple[Committed, States]:
+    """Return steps that followed each other as a single one; the last may have more rows, which have just joined."""
+    if len(steps) == 1:
+        return steps[0]
+    tokens, states = zip(*steps, strict=True)
+    every = [None if row[-1] is None else [*chain(*row)] for row in zip(*tokens, strict=False)]
+    return every, [concat(row) for row in zip(*states, strict=False)]
 
 
 def _end(rows: Sequence[Row]) -> int:

@@ -12,7 +12,7 @@ A row that leaves becomes a prefix of the store.  Rows under way, and beginnings
 found as well.  The longest common beginning counts, so a system prompt needs no prefix of its own.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple, Protocol
@@ -28,7 +28,7 @@ from specinfer.common.values import plain
 from specinfer.errors import InputError
 
 LEAST = 16  # tokens of a beginning; shorter ones are not worth a pass of their own
-STEPS = 32  # of a row, after which states that no draft needs any more are dropped
+STEPS = 32  # after which states that no draft needs any more are dropped
 MEGABYTE = 10**6
 SHARE = 0.25  # of the memory that is free, or taken by prefixes already
 UNKNOWN = 8e9  # bytes that are taken for free where the system does not say
@@ -308,6 +308,7 @@ class StoringSession(TreeSession):
     Attributes:
         rows: what is known of each.
         drafts: sessions beside this one, whose caches are kept with the target's.
+        steps: the states of committed tokens, per row, by step, that the rows do not hold yet.
     """
 
     def __init__(self, store: PrefixStore, texts: Sequence[Text], session: TreeSession, owners: Owners) -> None:
@@ -316,6 +317,7 @@ class StoringSession(TreeSession):
         self.forgets = bool(self.aux_layers) and all(owner is not None for owner, _ in owners)
         self.rows = [Followed(text) for text in texts]
         self.drafts: Sequence[Reads] = ()
+        self.steps: list[Sequence[Tensor | None]] = []
 
     def key(self, text: Text) -> tuple[object, ...]:
         """Return what is equal for texts that may share what was read."""
@@ -332,6 +334,7 @@ class StoringSession(TreeSession):
 
     def prefix(self, number: int) -> Prefix:
         """Return what one row has read."""
+        self._settle()
         row, length = self.rows[number], self.cache.lengths[number]
         ids = row.text.ids
         if self.aux_layers:  # they differ if Ctrl-C came in between
@@ -357,27 +360,44 @@ class StoringSession(TreeSession):
         self.prefill_seconds += session.prefill_seconds
         return session.prefix(0)
 
-    def commit(self, paths: Sequence[Sequence[int] | None]) -> list[Tensor | None]:
+    def commit(self, paths: Sequence[Sequence[int] | None]) -> Sequence[Tensor | None]:
         """As `TreeSession.commit`; a row that leaves is kept up to its last root, if it is wanted."""
         found = super().commit([(0,) if path is None else path for path in paths])
-        for number, (row, new, path) in enumerate(zip(self.rows, found, paths, strict=True)):
-            row.states += [] if new is None else [new]
-            if self.drafts and self.forgets and (len(row.states) % STEPS == 0 or path is None):
-                row.forget(min(draft.needs(number, row.text.ids) for draft in self.drafts))
+        self.steps.append(found)
+        if len(self.steps) == STEPS:
+            self._settle()
+            self._forget(range(len(paths)))
         if None not in paths:
             return found
-        for number, path in enumerate(paths):
-            if path is None:
-                self.store.keep(self.prefix(number), self)
+        leaving = [number for number, path in enumerate(paths) if path is None]
+        self._settle()
+        self._forget(leaving)
+        for number in leaving:
+            self.store.keep(self.prefix(number), self)
         self.cache.keep([None if path is None else () for path in paths])
         self.rows = [row for row, path in zip(self.rows, paths, strict=True) if path is not None]
         self.unread = [()] * len(self.rows)
         return [None if path is None else states for path, states in zip(paths, found, strict=True)]
 
+    def _settle(self) -> None:
+        """Let rows hold the states of their committed tokens."""
+        steps, self.steps = self.steps, []
+        for step in steps:
+            for row, new in zip(self.rows, step, strict=True):
+                row.states += [] if new is None else [new]
+
+    def _forget(self, numbers: Iterable[int]) -> None:
+        """Let rows forget the states that no draft needs any more."""
+        for number in numbers if self.drafts and self.forgets else ():
+            row = self.rows[number]
+            row.forget(min(draft.needs(number, row.text.ids) for draft in self.drafts))
+
     def join(self, other: TreeSession) -> None:
         """As `TreeSession.join`, of a session with the same store, whose rows drafts have taken in."""
+        self._settle()
         super().join(other)
         if isinstance(other, StoringSession):
+            other._settle()
             self.follow(self.drafts, other.rows)
 
     def follow(self, drafts: Sequence[Reads], rows: Sequence[Followed] = ()) -> None:

@@ -55,7 +55,7 @@ def test_a_row_may_have_none():
     values = PerNode(PADDED[:, :2], [Span(0, range(2)), Span(1, range(0)), Span(2, range(1, 2))])
     assert [len(row) for row in values] == [2, 0, 1]
     assert torch.equal(values.flat(), torch.cat([PADDED[0, :2], PADDED[2, 1:2]]))
-    assert values.count == 6
+    assert values.held == 6
     assert [len(row) for row in PerNode.of_rows([PADDED[0], None, PADDED[1, :1]])] == [4, 0, 1]
 
 
