@@ -225,10 +225,10 @@ class CachedRows(DraftRows, Clocked):
     def join(self, other: DraftRows) -> None:
         """Take in the rows of another session, and what its cache holds of them.
 
-        If these rows are read, the others' prompts are read first: together all would be as long as the longest.
+        If these rows are read, and passes are padded to the longest one, the others' prompts are read first.
         """
         assert isinstance(other, CachedRows)
-        if self.longest_uncached() <= CATCH_UP:
+        if not self.session.run.packs and self.longest_uncached() <= CATCH_UP:
             other.read_ahead()
         super().join(other)
         self.session.join(other.session)
