@@ -226,21 +226,29 @@ def attention_mask(
     """
 
     def mask(window: int | None) -> Any:
-        if window is None and isinstance(before, int) and spec.implementation != "flex_attention":
-            return arrange(_additive(layout, before, dtype, kv_length))[:, None]
+        window = None if window is None or kv_length <= window else window  # no node is deeper than there are columns
+        is_near = window is None or layout.visible.shape[1] <= window  # whether nodes see all of their ancestors
+        if is_near and isinstance(before, int) and spec.implementation != "flex_attention":
+            return arrange(_additive(layout, before, window, dtype, kv_length))[:, None]
         return _converted(spec.implementation, arrange(_visible(layout, before, window, kv_length)), dtype)
 
     masks = {name: mask(window) for name, window in spec.windows.items()}
     return masks if len(masks) > 1 else next(iter(masks.values()))
 
 
-def _additive(layout: Layout, before: int, dtype: torch.dtype, kv_length: int) -> Tensor:
-    """Return the mask (N, L) where all nodes have as many slots before them, above all of a single row."""
+def _additive(layout: Layout, before: int, window: int | None, dtype: torch.dtype, kv_length: int) -> Tensor:
+    """Return the mask (N, L) where all nodes have as many slots before them, above all of a single row.
+
+    A window leaves out committed slots alone.
+    """
     count, pending = layout.visible.shape
     mask, lowest = layout.visible.new_zeros(count, kv_length, dtype=dtype), torch.finfo(dtype).min
     mask[:, before : before + pending].masked_fill_(~layout.visible[:, : kv_length - before], lowest)
     if kv_length > before + pending:
         mask[:, before + pending :] = lowest
+    if window is not None:
+        far = layout.node_depths[:, None] + (before - window)
+        mask[:, :before].masked_fill_(torch.arange(before, device=mask.device) <= far, lowest)
     return mask
 
 

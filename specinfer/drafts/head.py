@@ -39,7 +39,7 @@ SIZES = (
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers"),
     *("max_position_embeddings", "vocab_size"),
 )
-HEAD_FIELDS = (*SIZES, "rms_norm_eps", "aux_layers")
+HEAD_FIELDS = (*SIZES, "sliding_window", "rms_norm_eps", "aux_layers")
 FINGERPRINT = {"tokenizer", "layers", "hidden_size", "vocab_size", "sketch"}
 SKETCH_ROWS, SKETCH_WIDTH = 32, 8  # embedding rows in a target's fingerprint, and entries of each
 LARGEST = 1 << 24  # of any size in a head's configuration
@@ -103,7 +103,7 @@ class HeadDraft(Draft):
             "model_type": MODEL_TYPE,
             "name": self.name,
             "inverse_temperature": self.inverse_temperature,
-            "head": {name: getattr(self.head.config, name) for name in HEAD_FIELDS},
+            "head": {name: getattr(self.head.config, name, None) for name in HEAD_FIELDS},
             "fingerprint": self.fingerprint,
         }
         trained = {name: w for name, w in self.head.state_dict().items() if not name.startswith("output.")}
@@ -173,6 +173,8 @@ def _check_sizes(record: Record, weights: dict[str, Tensor]) -> None:
     """
     head, target = record["head"], record["fingerprint"]
     wrong = [name for name in SIZES if not (type(head[name]) is int and 0 < head[name] < LARGEST)]
+    window = head.get("sliding_window")
+    wrong += [] if window is None or (type(window) is int and 0 < window < LARGEST) else ["sliding_window"]
     wrong += [] if 0 < head["rms_norm_eps"] < 1 else ["rms_norm_eps"]
     if wrong:
         raise ValueError(f"its {wrong[0]} is {head[wrong[0]]!r:.40}")

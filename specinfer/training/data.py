@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from specinfer.errors import InputError
 
 LONGEST = 1024  # tokens of a text; the rest is left out
+LEAST_WINDOW = 256  # tokens that a head attends to
 POOL = 50  # batches whose texts are sorted by length together, so that there is little padding
 
 
@@ -73,6 +74,12 @@ class Texts:
         """Return how often each token occurs in the texts to train on, (V,)."""
         tokens = torch.cat([self._ids(text)[text.prompt_length :] for text in self.train])
         return torch.bincount(tokens, minlength=vocab_size)
+
+    @property
+    def window(self) -> int:
+        """Tokens that a head has learnt to attend to: a power of two, which nine in ten of the texts do not exceed."""
+        lengths = sorted(text.length for text in self.train)
+        return max(LEAST_WINDOW, 1 << (lengths[9 * len(lengths) // 10] - 1).bit_length())
 
     def batches(self, texts: Sequence[TrainingText], tokens: int, shuffle: Random | None) -> list[list[TrainingText]]:
         """Return batches of about ``tokens`` tokens, padding included; in random order with ``shuffle``."""

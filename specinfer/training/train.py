@@ -64,6 +64,7 @@ def train_head(
     else:
         token_ids = counts.argsort(descending=True, stable=True)[: settings.vocabulary].sort().values  # most frequent
         head = new_head(target, job.aux_layers, settings.layers, token_ids, job.earlier)
+    head.config.sliding_window = max(texts.window, getattr(head.config, "sliding_window", None) or 0)
     earlier = [HeadDraft.load(folder).head.to(target.dtype).bind(target) for folder in job.earlier]
     loss = HeadLoss(head.bind(target), target, settings)
     figures = optimise(loss, texts, earlier, job, progress)

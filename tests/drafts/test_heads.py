@@ -113,11 +113,30 @@ def test_sampled_trees_draw_tokens_of_the_heads_vocabulary(target):
     assert all(token % 2 == 0 for token in drawn)
 
 
+@pytest.mark.parametrize("before", [[], [[5, 6, 7]]], ids=["alone", "in a batch"])
+def test_a_window_leaves_out_what_is_far(target, before):
+    """Only tokens that are nearer than the window change what a head says."""
+    window, ids, states = 4, list(range(10, 22)), torch.rand(12, len(AUX_LAYERS), 32, dtype=torch.double)
+    model = draft_for(target, sliding_window=window).attach(TreeModel(target), byte_tokenizer()).model
+
+    def logits(changed):
+        session, fed = model.session(1 + len(before), 40), [*ids]
+        fed[changed] = 99
+        given = [*(states[: len(row)] for row in before), states]
+        found = session.append(session.chains([*before, fed]), target_states=torch.cat(given))
+        return found.row(len(before))
+
+    for changed in range(1, 6):
+        differ = (logits(changed) != logits(0)).any(-1).nonzero()[:, 0].tolist()
+        assert max(differ) == changed + window - 1
+
+
 def test_saved_and_loaded_heads_draft_alike(target, tmp_path):
-    draft = draft_for(target)
+    draft = draft_for(target, sliding_window=9)
     draft.save(tmp_path / "head")
     loaded = HeadDraft.load(tmp_path / "head")
     assert (loaded.name, loaded.aux_layers, loaded.fingerprint) == (draft.name, AUX_LAYERS, draft.fingerprint)
+    assert loaded.head.config.sliding_window == 9
     for name, weight in draft.head.state_dict().items():
         wanted = weight.to(torch.bfloat16) if weight.is_floating_point() else weight
         assert torch.equal(loaded.head.state_dict()[name].double(), wanted.double())
@@ -294,6 +313,7 @@ def test_a_damaged_configuration_is_one_line(target, tmp_path, group):
                 "name": ("x",),
                 "inverse_temperature": ("nothing", 0.5, 10**9, 10**30, True),
                 "rms_norm_eps": (0.5,),
+                "sliding_window": (None, "nothing"),
             }
             if bad == value or bad in fine.get(name, ()) or group == "fingerprint":
                 with suppress(ModelError):  # or another target's, or as good as the old one

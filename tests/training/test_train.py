@@ -273,6 +273,18 @@ def test_tokens_that_an_earlier_draft_proposes_first_weigh_less(target, shards, 
     assert second["steps"] > 0
 
 
+@pytest.mark.parametrize(("long", "window"), [(0, 256), (2, 256), (4, 512)])
+def test_a_head_attends_as_far_as_nine_in_ten_texts_reach(target, shards, tmp_path, monkeypatch, long, window):
+    texts = Texts(shards)
+    texts.train = [text._replace(length=300 if number < long else 40) for number, text in enumerate(texts.train * 30)][
+        :30
+    ]
+    assert texts.window == window
+    monkeypatch.setattr(Texts, "window", 512)
+    trained(target, shards, tmp_path / "1")
+    assert HeadDraft.load(tmp_path / "1").head.config.sliding_window == 512
+
+
 @pytest.mark.parametrize("rows", [0, 1])
 def test_too_few_texts_are_refused(shards, tmp_path, rows):
     """One is held out, so one alone leaves nothing to train on."""
