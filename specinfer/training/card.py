@@ -54,7 +54,7 @@ def write_card(job: TrainingJob, data: str, figures: Figures) -> None:
         job: that is done.
         data: the draft's training data (`describe_data`).
         figures: of the training: ``history`` (dicts of step, loss, held_out), ``hits[step][k - 1]``; of a
-            head also ``coverage`` and ``inverse_temperature``.
+            head also ``coverage``, ``inverse_temperature`` and ``window``.
 
     Raises:
         SpecinferError, InputError: the disk is full, or the folder cannot be written.

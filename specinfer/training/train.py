@@ -71,6 +71,7 @@ def train_head(
     if job.start:
         _average_with_start(head, job.start)
         figures["hits"] = evaluate(loss, texts)
+    figures["window"] = head.config.sliding_window
     figures["coverage"] = counts[head.token_ids.cpu()].sum().item() / counts.sum().item()
     figures["inverse_temperature"] = fit_inverse_temperature(loss, texts)
     if processes(target.device).is_main_process:

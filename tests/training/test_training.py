@@ -50,6 +50,7 @@ FIGURES = {
     ],
     "hits": [[0.3125, 0.4, 0.5], [0.2, 0.3, 0.4]],
     "coverage": 0.987,
+    "window": 256,
     "inverse_temperature": 1.2,
 }
 
