@@ -133,6 +133,33 @@ def test_where_every_token_of_a_pass_costs_many_rows_decode_as_fast_as_plainly(r
     assert world.speed(300) > 0.98
 
 
+def best_speed(target, level, most=100):
+    """Return the speed of the best fixed size of a best-first tree of P, over that of plain decoding."""
+    paths, mass, depth, speeds = [(-p, 1) for p in P], 1.0, 0, [1.0]
+    for nodes in range(1, most):
+        path = min(paths)
+        paths.remove(path)
+        paths += [(path[0] * p, path[1] + 1) for p in P]
+        mass, depth = mass - path[0], max(depth, path[1])
+        speeds.append(mass * target(0) / (target(nodes) + level * depth))
+    return max(speeds)
+
+
+@pytest.mark.parametrize(("experts", "chosen", "share", "rows"), [
+    (8, 2, 0.2, 1), (8, 2, 0.6, 4), (64, 8, 0.6, 1), (64, 8, 0.8, 4), (128, 8, 0.2, 4), (128, 8, 0.8, 1),
+])  # fmt: skip
+def test_where_tokens_wake_experts_trees_are_nearly_of_the_best_size(experts, chosen, share, rows):
+    """A pass reads each expert once that one of its tokens chooses, at random; a token also costs 3 % of a pass."""
+
+    def target(nodes):
+        tokens = rows * (nodes + 1)
+        woken = experts / chosen * (1 - (1 - chosen / experts) ** tokens)  # 1 for a single token
+        return 0.01 * (1 - share + share * woken) + 0.0003 * tokens
+
+    world = World([GOOD], target, 0.0005, rows).run(600)
+    assert world.speed(300) > 0.92 * best_speed(target, 0.0005)
+
+
 def test_drafts_are_judged_anew_when_half_of_the_rows_are_left():
     """What never pays for many rows may pay for few."""
     world = World([GOOD], lambda nodes: 0.006 + 0.0017 * 16 * (nodes + 1), 0.0035, 16).run(400)
