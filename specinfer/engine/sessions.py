@@ -67,7 +67,7 @@ class Drafting(Clocked):
 
     A draft often has a smaller context than its target.  A row that reaches its end gets bare roots from then on,
     and its result says so.  Rows whose prompts the target's pass reads beside the trees of others join after that
-    pass.  What rows commit while nobody asks the draft is told to its session at once, later.
+    pass.  What rows commit while nobody asks the draft is told to its session later, all at once.
 
     Args:
         draft: whose session it is.
