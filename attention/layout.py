@@ -292,9 +292,9 @@ class Span(NamedTuple):
 
 
 @lru_cache(256)
-def _spans(sizes: tuple[int, ...]) -> list[Span]:
+def _spans(sizes: tuple[int, ...]) -> tuple[Span, ...]:
     """Return where rows of these sizes are that lie side by side; plain steps ask for the same again and again."""
-    return [Span(0, range(end - size, end)) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+    return tuple(Span(0, range(end - size, end)) for end, size in zip(accumulate(sizes), sizes, strict=True))
 
 
 class PerNode(Sequence[Tensor]):

@@ -187,11 +187,9 @@ class TreeSession:
         if not aux_states:
             return [None] * len(paths)
         states = PerNode.joined(aux_states)
-        is_whole = states.held == sum(len(path or ()) for path in paths)  # then there is nothing else to free
-        if is_whole and None not in paths:
-            return states
-        rows = zip(paths, states, strict=True)
-        return [None if path is None else _chosen(row, path, is_whole) for path, row in rows]
+        if None not in paths and states.held == sum(len(path or ()) for path in paths):
+            return states  # all are kept
+        return [None if path is None else _chosen(row, path) for path, row in zip(paths, states, strict=True)]
 
     def join(self, other: "TreeSession") -> None:
         """Take in the rows of another session of the same model, after the own ones, between two steps."""
@@ -296,8 +294,8 @@ def resumed(*models: TreeModel) -> Iterator[None]:
         yield
 
 
-def _chosen(states: Tensor, path: Sequence[int], is_whole: bool) -> Tensor:
+def _chosen(states: Tensor, path: Sequence[int]) -> Tensor:
     """Return a row's states (S, ...) at ascending indices, (n, ...): a copy, so that the others can be freed."""
     if path and path[-1] != len(path) - 1:
         return states[on_device(list(path), states.device)]
-    return states if is_whole else states[: len(path)].clone()
+    return states[: len(path)].clone()

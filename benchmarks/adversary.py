@@ -5,8 +5,9 @@
 
 Each adversary is sure of its tokens.  "never right" always proposes wrong ones; "until trusted" knows the plain text,
 is right until it was asked eight times, then wrong in the next eight, and so on; "1 of 3" is right every third time.  A
-level takes as many seconds as ``--level`` says.  Methods take turns, prompt by prompt; texts have equal ids.  The rate
-is of all prompts after the first one, whose text the costs are learnt from.
+level takes as many seconds as ``--level`` says.  No text ends before it has all tokens (``min_new_tokens``).  Methods
+take turns, prompt by prompt; texts have equal ids.  The rate is of all prompts after the first one, from whose text
+costs are learnt.
 """
 
 from collections.abc import Callable, Sequence
@@ -88,11 +89,8 @@ def main() -> None:
     plain = SpeculativeDecoder(model, tokenizer, [], None)
     decoders = {name: SpeculativeDecoder(model, tokenizer, [Adversary(name, args.level)]) for name in ADVERSARIES}
     spent = {name: [0.0, 0.0] for name in decoders}  # seconds, and those of plain decoding beside it
-    asked, tokens, options = (
-        dict.fromkeys(decoders, 0),
-        0,
-        {"max_new_tokens": args.max_new_tokens, "min_new_tokens": args.max_new_tokens},
-    )
+    asked, tokens = dict.fromkeys(decoders, 0), 0
+    options = {"max_new_tokens": args.max_new_tokens, "min_new_tokens": args.max_new_tokens}
     for number, prompt in enumerate(read_prompts(args.prompts, args.count)):
         text, _ = timed(plain, prompt, **options)
         tokens += len(text) * (number > 0)

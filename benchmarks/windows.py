@@ -1,11 +1,11 @@
 """How far a head should look back: tokens per pass by its window and the context.
 
     python benchmarks/windows.py --context docs/how-it-works.md docs/choosing.md docs/exactness.md docs/serving.md
-        [--lengths 150 500 1000 2000 4000] [--windows 0 1024 512 256 128] [--head NAME] [--temperature 1]
-        [--max-new-tokens 96]
+        [--lengths 150 500 1000 2000 4000] [--windows 0 1024 512 256 128] [--temperature 1] [--max-new-tokens 96]
 
-Each text is cut to so many tokens, with a question after it, and answered with trees of 8 nodes from the head alone; a
-window of 0 is none.  Passes are counted, so the machine does not matter.
+Each text is cut to so many tokens, with a question after it, and answered with trees of 8 nodes from head-1 alone; a
+window of 0 is none.  What the first answer has read of a prompt serves the others: the head has one layer, and no window
+changes its keys and values.  Passes are counted, so the machine does not matter.
 """
 
 import argparse
@@ -50,12 +50,11 @@ def main() -> None:
     p.add_argument("--context", nargs="+", type=Path, required=True, help="files of text")
     p.add_argument("--lengths", type=int, nargs="+", default=[150, 500, 1000, 2000, 4000])
     p.add_argument("--windows", type=int, nargs="+", default=[0, 1024, 512, 256, 128])
-    p.add_argument("--head", default="head-1", help="one of the heads that come with the package")
     p.add_argument("--temperature", type=float, default=0.0)
     p.add_argument("--max-new-tokens", type=int, default=96)
     args = p.parse_args()
     plain = SpeculativeDecoder.from_pretrained(drafts=[])
-    (head,) = (each for each in bundled_drafts(plain.target.model, plain.tokenizer) if each.name == args.head)
+    head = next(bundled_drafts(plain.target.model, plain.tokenizer))
     decoder = SpeculativeDecoder(plain.target.model, plain.tokenizer, [head], BestFirst(8, 4))
     model = decoder.drafts[0].model
     texts = [path.read_text(encoding="utf-8") for path in args.context]

@@ -105,7 +105,7 @@ class Drafting(Clocked):
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take note of what each row committed; rows whose context has ended leave, and late ones join."""
-        self.untold.append((tokens, states))
+        self.untold.append((tokens, states if self.draft.aux_layers else ()))  # what it does not read can be freed
         if self.session.may_wait and not (self._asked or self.late.rows or None in tokens):
             return
         known, late, self.late = len(self.inside), self.late, Newcomers()

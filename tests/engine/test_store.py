@@ -15,6 +15,7 @@ from transformers import MistralConfig, MistralForCausalLM
 from specinfer import BestFirst, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, resumed
 from specinfer.common.tensors import concat
+from specinfer.drafts.rows import DraftRows
 from specinfer.engine.sessions import CHUNK
 from specinfer.engine.store import LEAST, SHARE, STEPS, Prefix, PrefixStore, Text, cache_of
 from specinfer.errors import CacheError, InputError
@@ -439,6 +440,35 @@ def test_states_that_were_read_are_dropped_while_a_text_goes_on(target):
             held.append(sum(len(row.states) for row in session.rows) + len(session.steps))
     assert STEPS - 1 in held
     assert max(held) <= STEPS
+
+
+@pytest.mark.parametrize("drafts", ["head", "model", "both"])
+def test_drafts_that_are_told_late_propose_what_they_would_have(target, drafts, monkeypatch):
+    """After steps in which nobody asked them, some of them the last ones of a row; and they hold no states unread."""
+
+    class Seldom(BestFirst):
+        @property
+        def idle(self):
+            return len(steps) % 9 < 7
+
+    found = []
+    for waits in (True, False):
+        monkeypatch.setattr(DraftRows, "may_wait", waits)
+        made, steps, trees, late = decoder(target, drafts, Seldom(7, 4)), [], [], 0
+        scheduler = made.scheduler()
+        for prompt, new in zip(OTHERS, (12, 40, 33), strict=False):
+            scheduler.add(made.prepare(prompt, max_new_tokens=new, temperature=0))
+        while not scheduler.idle:
+            steps.append(scheduler.step())
+            trees += [str(step.tree.tokens.tolist()) for _, step in steps[-1]]
+            sessions = scheduler._batch._sessions if scheduler.active else None
+            for draft in sessions.drafts if sessions else ():
+                late += len(draft.untold)
+                assert draft.draft.aux_layers or not any(states for _, states in draft.untold)
+        found.append(trees)
+        assert waits == (late > 0)
+    assert found[0] == found[1]
+    assert any("," in tree for tree in found[0])
 
 
 def test_without_a_size_a_share_of_the_free_memory_is_taken(target, monkeypatch):
