@@ -44,13 +44,16 @@ def loaded(log, target, drafts, **options):
 @pytest.fixture(scope="module")
 def cluster():
     paths = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    with pytest.MonkeyPatch.context() as patch:  # workers inherit it, so that those that wait for work can be used
-        for name, value in {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}.items():
+    # Workers inherit the variables, so that those that wait for work can be used; a driver that counts usage for Ray
+    # keeps a thread for the rest of its process.
+    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
             patch.setenv(name, value)
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    yield
-    ray.shutdown()
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        yield
+        ray.shutdown()
 
 
 def generated(dataset, log, **options):
