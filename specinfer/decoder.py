@@ -229,14 +229,15 @@ class SpeculativeDecoder:
             activations,
             **model_kwargs,
         )
-        ready = [
-            load_draft(os.fspath(draft), dtype, device, quantize) if _is_name(draft) and draft not in WORDS else draft
-            for draft in _as_list(drafts)
-        ]
+        named = {
+            number: load_draft(os.fspath(draft), dtype, device, quantize)
+            for number, draft in enumerate(_as_list(drafts))
+            if _is_name(draft) and draft not in WORDS
+        }
         made = cls(
             loaded.model,
             loaded.tokenizer,
-            ready,
+            [named.get(number, draft) for number, draft in enumerate(_as_list(drafts))],
             tree,
             verifier=verifier,
             confidence_gate=confidence_gate,
@@ -245,7 +246,8 @@ class SpeculativeDecoder:
             memory=memory,
             online=online,
         )
-        give_back()
+        networks = [made.target, *(draft.model for draft in named.values() if isinstance(draft, ModelDraft))]
+        give_back(weight for network in networks for weight in network.model.parameters())  # which passes have packed
         return made
 
     def __repr__(self) -> str:

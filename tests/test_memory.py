@@ -1,10 +1,16 @@
-"""Large pages: numbers, memory of their own, and nothing taken that is not used."""
+"""Large pages: numbers, memory of their own, and nothing taken that is not used; what is given back."""
+
+import re
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from specinfer.common import memory
-from specinfer.common.memory import LINE, REGION, LargePages
+from specinfer.common.memory import LINE, REGION, LargePages, give_back
 
 TENSORS = [torch.arange(7, dtype=torch.uint8), torch.randn(3, 5), torch.randn(4, 6).bfloat16(), torch.ones(0)]
 
@@ -41,3 +47,30 @@ def test_what_it_holds_outlives_it():
 def test_a_librarys_own_layout_stays():
     tensor = torch.randn(4, 4).to_mkldnn()
     assert LargePages().copy(tensor) is tensor
+
+
+def in_memory(path):
+    """The size of what lies in memory of a file, in kB."""
+    entries = re.split(r"^(?=[0-9a-f]+-)", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)
+    return sum(int(re.search(r"^Rss: +(\d+)", entry, re.MULTILINE)[1]) for entry in entries if str(path) in entry)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system has no such list")
+def test_files_of_weights_are_given_back_unless_they_were_written(tmp_path):
+    written, kept = (torch.arange(1 << 20) + number for number in range(2))
+    save_file({"written": written, "kept": kept}, path := tmp_path / "weights.safetensors")
+    with safe_open(path, "pt") as file:
+        first, second = (file.get_tensor(name) for name in ("written", "kept"))
+    assert torch.equal(first, written)
+    assert torch.equal(second, kept)
+    assert in_memory(path) >= 16 << 10
+    give_back([torch.ones(3)])
+    assert in_memory(path) >= 16 << 10
+    give_back([second])
+    assert in_memory(path) == 0
+    assert torch.equal(second, kept)
+    first[5] = -1
+    give_back([first, second])
+    assert first[5] == -1
+    assert torch.equal(first[6:], written[6:])
+    assert torch.equal(second, kept)

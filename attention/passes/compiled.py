@@ -33,7 +33,7 @@ from specinfer.attention.torch_private import load_package, writes
 from specinfer.common.memory import LargePages, free_bytes
 from specinfer.errors import NotCompiled
 
-SAMPLED = 32  # entries of a weight that are compared before every call
+PLACES, SAMPLED = 4, 8  # of a weight, and entries there, that are compared before every call: few pages of a file
 SPARE = 1.2  # bytes of free memory that packing needs, per byte of packed weights
 RECORD = "package.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -122,7 +122,7 @@ class CompiledPass(TensorPass):
         for runner in self.runners.values():
             runner.weights = [self._input(source, weights, packed) for source in runner.sources]
         flat = [weight.view(-1) for weight in weights.values() if weight.is_contiguous()]
-        self.samples = [weight[:: len(weight) // SAMPLED + 1] for weight in flat]
+        self.samples = [_sample(weight) for weight in flat]
         self.stamps, self.sampled = stamps, _joined(self.samples)
         self.packings += 1
         return ""
@@ -194,5 +194,10 @@ class _Runner:
             return tuple(self.run([*given, *self.weights]))
 
 
+def _sample(weight: Tensor) -> Tensor:
+    """Return some entries of a weight (N,), from its first to its last ones, as a view (places, entries)."""
+    return weight.unfold(0, min(len(weight), SAMPLED), max((len(weight) - SAMPLED) // (PLACES - 1), 1))
+
+
 def _joined(samples: Sequence[Tensor]) -> Tensor:
-    return torch.cat([sample.float() for sample in samples]) if samples else torch.empty(0, device="cpu")
+    return torch.cat([sample.float().flatten() for sample in samples]) if samples else torch.empty(0, device="cpu")

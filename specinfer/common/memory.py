@@ -1,7 +1,9 @@
-"""Memory: how much is free, and large pages of it.  Knows: the system.  Does not know: what takes memory."""
+"""Memory: how much is free, large pages of it.  Knows: the system.  Does not know: what takes memory."""
 
 import ctypes
 import mmap
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from math import inf
 from pathlib import Path
@@ -27,10 +29,30 @@ def free_bytes(device: torch.device = torch.device("cpu")) -> float:  # noqa: B0
         return inf
 
 
-def give_back() -> None:
-    """Let the system take back the memory that was needed for a while: glibc keeps it otherwise."""
+def give_back(tensors: Iterable[Tensor] = ()) -> None:
+    """Let the system take back memory that was needed for a while.
+
+    Freed memory goes, which glibc keeps otherwise, and so do files that tensors lie in, as those of safetensors do:
+    the system reads their pages again, mostly from its cache of files, where somebody needs them.
+
+    Args:
+        tensors: that nobody writes meanwhile.  A file stays in memory if one of its pages there was written.
+    """
     with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+        library = ctypes.CDLL(None)
+        library.malloc_trim(0)
+        addresses = {tensor.data_ptr() for tensor in tensors if tensor.device.type == "cpu"}
+        for mapped in _unwritten_files() if addresses else ():
+            if any(address in mapped for address in addresses):
+                library.madvise(ctypes.c_void_p(mapped.start), ctypes.c_size_t(len(mapped)), mmap.MADV_DONTNEED)
+
+
+def _unwritten_files() -> Iterator[range]:
+    """Yield the addresses of each file that lies in memory, none of whose pages this process has written."""
+    for entry in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.MULTILINE)[1:]:
+        addresses, _access, _offset, _device, inode, *_ = entry.split(maxsplit=5)
+        if inode != "0" and re.search(r"^Anonymous: +0 kB", entry, re.MULTILINE):
+            yield range(*(int(address, 16) for address in addresses.split("-")))
 
 
 class LargePages:
