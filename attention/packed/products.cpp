@@ -769,15 +769,17 @@ void specinfer_packed_linear(
 #pragma omp parallel num_threads(threads)
     {
         for (const Form form : {FOR_32, FOR_256, BYTE}) {
+            if (!is_used[form]) continue;
             const auto round = form == BYTE ? round_states<1> : round_states<2>;
             const int64_t shared = sharing(form, groups), spans = groups / shared;
-#pragma omp for schedule(static)
-            for (int64_t index = 0; index < (is_used[form] ? all * spans : 0); index++) {
+#pragma omp for schedule(static) nowait
+            for (int64_t index = 0; index < all * spans; index++) {
                 const int64_t row = index / spans, top = row / PANEL * PANEL, span = index % spans;
                 const float* from = states + std::min(row, rows - 1) * size + span * shared * GROUP;
                 round(from, panel(top, form), span * shared, row - top);
             }
         }
+#pragma omp barrier
         const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads(), blocks = places.size();
         const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
         bool in_pairs = true, narrow = false;
