@@ -33,6 +33,7 @@ from specinfer.attention.packed import products
 from specinfer.attention.packed.modules import is_packed
 from specinfer.attention.passes.compiled import RECORD, CompiledPass
 from specinfer.attention.torch_private import COMPILER_OPTIONS
+from specinfer.attention.verdicts import verdict_file
 from specinfer.common import native
 from specinfer.common.files import cache_folder, parse_json, storing, write_json
 from specinfer.common.records import Record
@@ -171,7 +172,7 @@ def _usable(model: TreeModel, form: str, aux_layers: Sequence[int], anew: bool =
         if not set(aux_layers) <= set(compiled.aux_layers):
             raise NotCompiled("compiled for other drafts: run `specinfer compile` with these, too")
         if not (reason := compiled.refresh()):
-            check(model, compiled)
+            _check_once(model, compiled, folder)
     except NotCompiled:
         if anew:
             return None
@@ -180,6 +181,25 @@ def _usable(model: TreeModel, form: str, aux_layers: Sequence[int], anew: bool =
         raise NotCompiled(reason)
     _loaded[form][model.model] = compiled
     return compiled
+
+
+def _check_once(model: TreeModel, compiled: CompiledPass, folder: Path) -> None:
+    """Compare the passes of a package with the plain model, unless they were, by this code and with these weights.
+
+    What was compared is kept beside the package, as the verdict of `check_model` is kept.  Weights are told apart by
+    some entries of each.
+
+    Raises:
+        NotCompiled: they differ.
+    """
+    verdict = verdict_file(model.model)
+    entries = hashlib.sha256(compiled.sampled.cpu().numpy().tobytes()).hexdigest()
+    compared = verdict and folder / f"{verdict.stem}-{entries[:16]}"
+    if compared is None or not compared.exists():
+        check(model, compiled)
+        if compared is not None:
+            with suppress(OSError):  # a folder that may only be read
+                compared.touch()
 
 
 def _made(model: TreeModel, form: str, aux_layers: Sequence[int]) -> CompiledPass:

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from typer.testing import CliRunner
 import specinfer.attention.compiler.linear as linear
 import specinfer.attention.compiler.packages as packages
 from specinfer import BestFirst, Chain, SpeculativeDecoder
-from specinfer.attention import TreeCache, TreeModel, TreeSession, lay_out_chains, resumed
+from specinfer.attention import TreeCache, TreeModel, TreeSession, lay_out_chains, resumed, verdicts
 from specinfer.attention.check import toy_tree
 from specinfer.attention.compiler.linear import fits, forms, pack
 from specinfer.attention.compiler.making import check, computing
@@ -101,6 +102,22 @@ def test_ids_are_those_of_the_plain_model(tree: Any, options: dict[str, Any]) ->
     plain, own = (ids(made, **options) for made in both)
     assert own == plain
     assert ids(both[1], PROMPTS[2], **options) == ids(both[0], PROMPTS[2], **options)
+
+
+def test_a_package_is_compared_once_with_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled(float_llama())
+    compared: list[Any] = []
+    monkeypatch.setattr(packages, "check", lambda model, passes: compared.append(check(model, passes)))
+    compiled(float_llama())
+    assert len(compared) == 1  # a small model takes no time, and its verdict is not kept
+    monkeypatch.setattr(verdicts, "LEAST", 0)
+    for seed, count in (0, 2), (0, 2), (1, 3), (0, 3), (1, 3):
+        compiled(float_llama(seed))
+        assert len(compared) == count
+    monkeypatch.setattr(packages, "check", Mock(side_effect=NotCompiled("they are off")))
+    for _ in range(2):  # what failed is not kept
+        with pytest.raises(NotCompiled, match="they are off"):
+            packages.offer(TreeModel(float_llama(2)), (), "auto")
 
 
 def test_every_node_is_the_plain_models() -> None:
