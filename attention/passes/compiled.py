@@ -33,7 +33,7 @@ from specinfer.attention.torch_private import load_package, writes
 from specinfer.common.memory import LargePages, free_bytes
 from specinfer.errors import NotCompiled
 
-PLACES, SAMPLED = 4, 8  # of a weight, and entries there, that are compared before every call: few pages of a file
+SPREAD, SAMPLED = 4, 8  # of a weight, and entries there, that are compared before every call: few pages of a file
 SPARE = 1.2  # bytes of free memory that packing needs, per byte of packed weights
 RECORD = "package.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -196,7 +196,7 @@ class _Runner:
 
 def _sample(weight: Tensor) -> Tensor:
     """Return some entries of a weight (N,), from its first to its last ones, as a view (places, entries)."""
-    return weight.unfold(0, min(len(weight), SAMPLED), max((len(weight) - SAMPLED) // (PLACES - 1), 1))
+    return weight.unfold(0, min(len(weight), SAMPLED), max((len(weight) - SAMPLED) // (SPREAD - 1), 1))
 
 
 def _joined(samples: Sequence[Tensor]) -> Tensor:
