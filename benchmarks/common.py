@@ -70,7 +70,14 @@ def difference(a: list[int], b: list[int]) -> int | None:
 
 def decoder(model: Any, tokenizer: Any, drafts: list[Any], tree: Any) -> SpeculativeDecoder:
     """Return a decoder; ``tree`` None decodes without speculation."""
-    return SpeculativeDecoder(model, tokenizer, drafts=drafts, tree=tree)
+    return all_or_none(SpeculativeDecoder(model, tokenizer, drafts=drafts, tree=tree))
+
+
+def all_or_none(made: SpeculativeDecoder) -> SpeculativeDecoder:
+    """Return a decoder; end the script unless all of its models' passes are compiled, or none are."""
+    if len({network.ways.fast is None for network in made.networks}) > 1:
+        raise SystemExit(f"{made.passes}: figures would be of neither; run `specinfer compile` for these models")
+    return made
 
 
 class Worker:

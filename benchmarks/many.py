@@ -21,7 +21,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from common import print_rows, read_prompts
+from common import decoder, print_rows, read_prompts
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from specinfer import SpeculativeDecoder
@@ -35,7 +35,7 @@ def decoders(args: argparse.Namespace) -> dict[str, SpeculativeDecoder]:
     """Return the decoders, with and without speculation, of one target."""
     loaded = load(args.target, args.dtype)
     return {
-        "auto": SpeculativeDecoder(loaded.model, loaded.tokenizer, "auto"),
+        "auto": decoder(loaded.model, loaded.tokenizer, ["auto"], "auto"),
         "plain": SpeculativeDecoder(loaded.model, loaded.tokenizer, [], None),
     }
 

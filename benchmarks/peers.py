@@ -24,7 +24,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-from common import Worker, print_rows, read_prompts, serve
+from common import Worker, all_or_none, print_rows, read_prompts, serve
 
 FILES = {"f32": 0, "bf16": 32}  # llama.cpp's numbers of file types
 
@@ -37,7 +37,8 @@ def ours(args: argparse.Namespace) -> None:
     from specinfer.loading import load
 
     more = dict([args.form.split("=")]) if args.form else {}  # other versions may not know it
-    auto = SpeculativeDecoder.from_pretrained(args.target, [*args.draft] or ["auto"], "auto", dtype=args.dtype, **more)
+    drafts = [*args.draft] or ["auto"]
+    auto = all_or_none(SpeculativeDecoder.from_pretrained(args.target, drafts, dtype=args.dtype, **more))
     model, tokenizer = auto.target.model, auto.tokenizer  # one copy of the weights serves all
     made = {"auto": auto, "plain": SpeculativeDecoder(model, tokenizer, [], None)}
     assisted: dict[str, Any] = {}

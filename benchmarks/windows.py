@@ -11,7 +11,7 @@ window changes its keys and values.  Passes are counted, so the machine does not
 import argparse
 from pathlib import Path
 
-from common import print_rows
+from common import all_or_none, print_rows
 
 from specinfer import BestFirst, SpeculativeDecoder
 from specinfer.drafts.bundled import bundled_drafts
@@ -55,7 +55,7 @@ def main() -> None:
     args = p.parse_args()
     plain = SpeculativeDecoder.from_pretrained(drafts=[])
     head = next(bundled_drafts(plain.target.model, plain.tokenizer))
-    decoder = SpeculativeDecoder(plain.target.model, plain.tokenizer, [head], BestFirst(8, 4))
+    decoder = all_or_none(SpeculativeDecoder(plain.target.model, plain.tokenizer, [head], BestFirst(8, 4)))
     model = decoder.drafts[0].model
     texts = [path.read_text(encoding="utf-8") for path in args.context]
     for length in args.lengths:
