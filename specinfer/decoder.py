@@ -246,8 +246,9 @@ class SpeculativeDecoder:
             memory=memory,
             online=online,
         )
-        networks = [made.target, *(draft.model for draft in named.values() if isinstance(draft, ModelDraft))]
-        give_back(weight for network in networks for weight in network.model.parameters())  # which passes have packed
+        loaded_here = [made.target, *(draft.model for draft in named.values() if isinstance(draft, ModelDraft))]
+        packed = [network.model for network in loaded_here if network.ways.fast]
+        give_back(weight for model in packed for weight in model.parameters())
         return made
 
     def __repr__(self) -> str:

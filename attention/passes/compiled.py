@@ -33,7 +33,7 @@ from specinfer.attention.torch_private import load_package, writes
 from specinfer.common.memory import LargePages, free_bytes
 from specinfer.errors import NotCompiled
 
-SPREAD, SAMPLED = 4, 8  # of a weight, and entries there, that are compared before every call: few pages of a file
+SPREAD, SAMPLED = 4, 8  # places in a weight, and entries at each, that every call compares: few pages of a file
 SPARE = 1.2  # bytes of free memory that packing needs, per byte of packed weights
 RECORD = "package.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}

@@ -1,4 +1,7 @@
-"""Memory: how much is free, large pages of it.  Knows: the system.  Does not know: what takes memory."""
+"""Memory: how much is free, large pages of it, what is given back.
+
+Knows: the system.  Does not know: what takes memory.
+"""
 
 import ctypes
 import mmap
@@ -9,7 +12,7 @@ from math import inf
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 LARGE_PAGE = 1 << 21  # bytes
 REGION = 1 << 26  # bytes that are asked for at a time, at least
@@ -36,12 +39,14 @@ def give_back(tensors: Iterable[Tensor] = ()) -> None:
     the system reads their pages again, mostly from its cache of files, where somebody needs them.
 
     Args:
-        tensors: that nobody writes meanwhile.  A file stays in memory if one of its pages there was written.
+        tensors: that nobody writes meanwhile; subclasses may have no memory of their own, and stay.  So does a file of
+            which one page in memory was written.
     """
     with suppress(OSError, AttributeError):  # another C library
         library = ctypes.CDLL(None)
         library.malloc_trim(0)
-        addresses = {tensor.data_ptr() for tensor in tensors if tensor.device.type == "cpu"}
+        plain = (tensor for tensor in tensors if type(tensor) in (Tensor, nn.Parameter))
+        addresses = {tensor.data_ptr() for tensor in plain if tensor.device.type == "cpu"}
         for mapped in _unwritten_files() if addresses else ():
             if any(address in mapped for address in addresses):
                 library.madvise(ctypes.c_void_p(mapped.start), ctypes.c_size_t(len(mapped)), mmap.MADV_DONTNEED)
