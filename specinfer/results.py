@@ -161,14 +161,17 @@ class TreeSizes:
 
 
 def paid(steps: Sequence[Step]) -> str:
-    """Return in words whether speculation paid: how often it was on, and what steps with a tree cost and wrote."""
+    """Return in words whether speculation paid: how often it was on, and what steps with a tree cost and wrote.
+
+    A draft that was asked may have proposed nothing worth a node; its passes are no part of a plain step.
+    """
     drafted, plain = ([step for step in steps if bool(step.tree.num_drafted) == on] for on in (True, False))
     state = f"off in {len(plain)}" if len(plain) > len(drafted) else f"on in {len(drafted)}"
     words = f"speculation {state} of {len(steps)} steps"
-    usual = [median(step.seconds.decoding for step in some) if some else 0.0 for some in (drafted, plain)]
-    if not all(usual):
+    usual = median(step.seconds.decoding - step.seconds.draft for step in plain) if plain else 0.0
+    if not drafted or usual <= 0:
         return words
-    cost = usual[0] / usual[1]
+    cost = median(step.seconds.decoding for step in drafted) / usual
     tokens = sum(len(step.tokens) for step in drafted) / len(drafted)
     return f"{words}: a step with a tree took {cost:.1f} plain ones and wrote {tokens:.1f} tokens"
 

@@ -112,15 +112,17 @@ def test_the_command_line_says_its_version(monkeypatch: pytest.MonkeyPatch, caps
 def test_what_speculation_cost_and_gained_is_said_in_words():
     """A step with a tree in plain ones of the same text; without either kind, how often it was on."""
 
-    def step(nodes, tokens, seconds):
+    def step(nodes, tokens, seconds, draft=0.0):
         draws = [[Draw(0, rank)] for rank in range(nodes)]
         tree = TokenTree.from_nodes(1, [*range(nodes)], [0] * nodes, [-1.0] * nodes, draws)
-        return Step(tree, (), (7,) * tokens, ((),) * tokens, Seconds(total=seconds + 3.0, prefill=3.0))
+        return Step(tree, (), (7,) * tokens, ((),) * tokens, Seconds(total=seconds + 3.0, prefill=3.0, draft=draft))
 
     drafted, plain = [step(3, 2, 0.21), step(1, 1, 0.2), step(2, 3, 0.4)], [step(0, 1, 0.1)] * 5
     cost = "a step with a tree took 2.1 plain ones and wrote 2.0 tokens"
     assert paid([*drafted, *plain]) == f"speculation off in 5 of 8 steps: {cost}"
     assert paid([*drafted, *plain[:3]]) == f"speculation on in 3 of 6 steps: {cost}"
+    asked = [step(0, 1, 0.15, draft=0.05)] * 3  # in vain
+    assert paid([*drafted, *asked]) == f"speculation on in 3 of 6 steps: {cost}"
     assert paid(plain) == "speculation off in 5 of 5 steps"
     assert paid(drafted) == "speculation on in 3 of 3 steps"
 
