@@ -229,15 +229,14 @@ class SpeculativeDecoder:
             activations,
             **model_kwargs,
         )
-        named = {
-            number: load_draft(os.fspath(draft), dtype, device, quantize)
-            for number, draft in enumerate(_as_list(drafts))
-            if _is_name(draft) and draft not in WORDS
-        }
+        ready = [
+            load_draft(os.fspath(draft), dtype, device, quantize) if _is_name(draft) and draft not in WORDS else draft
+            for draft in _as_list(drafts)
+        ]
         made = cls(
             loaded.model,
             loaded.tokenizer,
-            [named.get(number, draft) for number, draft in enumerate(_as_list(drafts))],
+            ready,
             tree,
             verifier=verifier,
             confidence_gate=confidence_gate,
@@ -246,9 +245,7 @@ class SpeculativeDecoder:
             memory=memory,
             online=online,
         )
-        loaded_here = [made.target, *(draft.model for draft in named.values() if isinstance(draft, ModelDraft))]
-        packed = [network.model for network in loaded_here if network.ways.fast]
-        give_back(weight for model in packed for weight in model.parameters())
+        give_back(loaded.model.parameters() if made.target.ways.fast else ())  # which has packed them
         return made
 
     def __repr__(self) -> str:
