@@ -1,11 +1,12 @@
 """What the measuring scripts share: models, prompts, first differences, and workers to compare.
 
-A worker is a process with its own interpreter, so that two versions of specinfer, or llama.cpp, can take turns.
+A worker is a process with its own interpreter, so that two versions of specinfer can take turns.
 """
 
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -78,6 +79,14 @@ def all_or_none(made: SpeculativeDecoder) -> SpeculativeDecoder:
     if len({network.ways.fast is None for network in made.networks}) > 1:
         raise SystemExit(f"{made.passes}: figures would be of neither; run `specinfer compile` for these models")
     return made
+
+
+def free_port() -> int:
+    """Return a port of this machine that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
 
 
 class Worker:

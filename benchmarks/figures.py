@@ -8,9 +8,9 @@ versions, commit and date; from there the block between `<!-- figure: NAME -->` 
 and a plot for light pages and one for dark ones.  ``--pages`` does only that.  What is needed besides the default
 target and its compiled passes comes from the environment; a run without it is named, and its figures stay:
 
-    FIGURES_MODELS    a folder: smollm2-135m.gguf, smollm2-135m-bf16.gguf (`peers.py --requantise` makes it),
+    FIGURES_MODELS    a folder: smollm2-135m.gguf, smollm2-135m-bf16.gguf (`llama-quantize` makes it),
                       qwen2.5-coder-0.5b.gguf and -1.5b.gguf; folders qwen2.5-coder-0.5b and -1.5b in bfloat16
-    FIGURES_LLAMA     a Python with llama-cpp-python (with its server) besides specinfer
+    FIGURES_LLAMA     a folder with llama.cpp's programs: llama-server
 
 Run it on a quiet machine.  Knows: commands, files, pages.  Does not know: how anything is measured.
 """
@@ -97,13 +97,14 @@ def plot_speed(ax: Any, rows: list[Row], palette: dict[str, str]) -> None:
     """Draw tokens a second of each target by each method."""
     labels = list(dict.fromkeys(row["run"] for row in rows))
     methods = list(dict.fromkeys(kind(row) for row in rows))
+    width = 0.8 / len(methods)
     for number, method in enumerate(methods):
         mine = [row for row in rows if kind(row) == method]
-        left = [labels.index(row["run"]) + 0.2 * (number - 1.5) for row in mine]
+        left = [labels.index(row["run"]) + width * (number - (len(methods) - 1) / 2) for row in mine]
         bars = ax.bar(
             left,
             [row["tokens/s"] for row in mine],
-            0.2,
+            width,
             color=palette[f"by{number}"],
             label=METHODS[method].replace("`", ""),
         )
@@ -126,6 +127,8 @@ METHODS = {
     "plain": "no speculation",
     "generate": "transformers `generate`",
     "llama": "llama.cpp",
+    "llama-ngram": "llama.cpp, its n-grams",
+    "llama-draft": "llama.cpp, the same draft",
     "int8 activations auto": '`tree="auto"`, activations in 8 bits',
     "int8 activations plain": "no speculation, activations in 8 bits",
 }
@@ -135,7 +138,9 @@ GAIN = "{ratio:.2f} [{low:.2f}, {high:.2f}]"
 def large(form: str) -> Run:
     """Return the run of the larger target, from a file or from a folder."""
     models = f"--target {LARGE}{form} --draft MODELS/qwen2.5-coder-0.5b{form}"
-    llama = f"--llama LLAMA {LARGE}{form or '-bf16.gguf'} --llama-methods llama"
+    file = form or "-bf16.gguf"
+    llama = f"--llama LLAMA {LARGE}{file} --llama-methods llama llama-ngram llama-draft"
+    llama += f" --llama-draft MODELS/qwen2.5-coder-0.5b{file}"
     options = f"{SOME} --count 8 --max-new-tokens 128 {models} {THREE} {llama} --json"
     return Run("peers.py", options, "--count 2 --max-new-tokens 16")
 
@@ -143,14 +148,10 @@ def large(form: str) -> Run:
 FIGURES = {
     "speed": Figure(
         {
-            "135M, bfloat16": Run(
-                "peers.py", f"{ALL} {THREE} --llama LLAMA {SMALL}-bf16.gguf --llama-methods llama --json", BRIEF
-            ),
+            "135M, bfloat16": Run("peers.py", f"{ALL} {THREE} --llama LLAMA {SMALL}-bf16.gguf --json", BRIEF),
             "135M, bfloat16, T = 1": Run("peers.py", f"{ALL} --temperature 1 {THREE} --json", BRIEF),
             "135M, Q4_1": Run(
-                "peers.py",
-                f"{ALL} --target {SMALL}.gguf {THREE} --llama LLAMA {SMALL}.gguf --llama-methods llama --json",
-                BRIEF,
+                "peers.py", f"{ALL} --target {SMALL}.gguf {THREE} --llama LLAMA {SMALL}.gguf --json", BRIEF
             ),
             "1.5B, bfloat16": large(""),
             "1.5B, Q4_K_M": large(".gguf"),
@@ -227,8 +228,8 @@ FIGURES = {
             ),
             "llama.cpp": Run(
                 "serving.py",
-                f"{SOME} --rounds 2 --json "
-                f'--start "llama=LLAMA -m llama_cpp.server --model {SMALL}-bf16.gguf --port PORT"',
+                f'{SOME} --rounds 2 --json --start "llama=LLAMA/llama-server '
+                f'--model {SMALL}-bf16.gguf --parallel 16 --ctx-size 32768 --port PORT"',
                 "--count 8 --max-new-tokens 32 --rounds 1 --clients 1 8",
             ),
         },

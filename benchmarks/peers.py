@@ -3,13 +3,14 @@
     python benchmarks/peers.py --prompts prompts/code.jsonl prompts/chat.jsonl --count 16 --max-new-tokens 64
         [--target DIR] [--draft NAME ...] [--dtype float32] [--temperature 1] [--methods plain auto generate ...]
         [--assistant DIR] [--quantize int8 int4] [--activations int8] [--other PYTHON]
-        [--llama PYTHON GGUF [GGUF ...]] [--json]
+        [--llama FOLDER GGUF [GGUF ...]] [--llama-draft GGUF] [--json]
 
 ``--quantize`` adds `auto` and `plain` of the target rounded to so many bits, with the same drafts; ``--activations``
 adds those of a quantised file's target whose products round states to 8 bits.
-``--other`` is the interpreter of an environment with another version of specinfer, ``--llama`` of one with
-llama-cpp-python besides specinfer, followed by GGUF files of the target's weights (`--requantise` makes them).  Of
-llama.cpp's speculation, llama-cpp-python offers prompt lookup alone; for a draft model it has only an abstract class.
+``--other`` is the interpreter of an environment with another version of specinfer, ``--llama`` the folder of
+llama.cpp's programs, followed by GGUF files of the target's weights.  Its server (`llama-server`) decodes them, a
+process for each of ``--llama-methods``: `llama` is plain, `llama-ngram` looks tokens up in the text, and `llama-draft`
+drafts with the model of ``--llama-draft``, so many tokens a step as the server does by default.
 ``--rows`` lets our methods decode so many prompts together, each with those that follow it.
 All take turns, prompt by prompt; prompts are fed as token ids, and prefill counts.  The table has the median of tokens
 a second, the median ratio of the first method to this one with its 95 % bootstrap interval, the worst prompt's ratio,
@@ -17,16 +18,22 @@ and for our methods new tokens per target pass, prefill excluded, over all promp
 """
 
 import argparse
+import atexit
 import json
+import shlex
+import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any
+from urllib.error import URLError
+from urllib.request import Request, urlopen
 
-from common import Worker, all_or_none, print_rows, read_prompts, serve
+from common import Worker, all_or_none, free_port, print_rows, read_prompts, serve
 
-FILES = {"f32": 0, "bf16": 32}  # llama.cpp's numbers of file types
+LLAMA = {"llama": [], "llama-ngram": ["--spec-type", "ngram-simple"], "llama-draft": ["--spec-type", "draft-simple"]}
 
 
 def ours(args: argparse.Namespace) -> None:
@@ -75,42 +82,42 @@ def ours(args: argparse.Namespace) -> None:
     serve(answer)
 
 
-def llama(path: str, args: argparse.Namespace) -> None:
-    """Answer with llama.cpp, plain or with its prompt lookup."""
-    from llama_cpp import Llama
-    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+class Llama:
+    """llama.cpp's server, which answers one question at a time, as a `Worker` does.
 
-    common: dict[str, Any] = {"n_ctx": 2048, "n_threads": args.threads, "n_threads_batch": args.threads}
-    made = {
-        "llama": Llama(path, verbose=False, **common),
-        "llama-lookup": Llama(path, verbose=False, draft_model=LlamaPromptLookupDecoding(), **common),
-    }
+    Args:
+        path: of a GGUF file.
+        method: of `LLAMA`.
+        args: of the command line.
+    """
 
-    def answer(method: str = "", prompt: list[int] = [], seed: int = 0) -> Any:  # noqa: B006
-        model, ids = made[method], []
-        model.reset()
-        model.set_seed(seed)
+    def __init__(self, path: str, method: str, args: argparse.Namespace) -> None:
+        self.url, self.args = f"http://127.0.0.1:{free_port()}", args
+        words = [f"{args.llama[0]}/llama-server", "--model", path, *LLAMA[method], "--port", self.url.split(":")[2]]
+        words += ["--threads", str(args.threads), "--parallel", "1", "--ctx-size", "4096"]
+        words += ["--spec-draft-model", args.llama_draft] if method == "llama-draft" else []
+        self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        atexit.register(self.process.kill)
+        while not self._ready():
+            if self.process.poll() is not None:
+                raise SystemExit(f"llama.cpp's server ended: {shlex.join(words)}")
+            sleep(0.2)
+
+    def _ready(self) -> bool:
+        """Return whether it has read its model."""
+        try:
+            return bool(urlopen(f"{self.url}/health").status == 200)
+        except URLError:
+            return False
+
+    def ask(self, method: str, prompt: list[int], seed: int) -> Any:
+        """Return what a `Worker` returns."""
+        options = {"temperature": self.args.temperature, "samplers": ["temperature"], "seed": seed}
+        options |= {"n_predict": self.args.max_new_tokens, "cache_prompt": False, "return_tokens": True}
+        body = json.dumps({"prompt": prompt, **options}).encode()
         started = perf_counter()
-        for token in model.generate(prompt, temp=args.temperature, top_k=0, top_p=1.0, min_p=0.0, repeat_penalty=1.0):
-            ids.append(token)
-            if len(ids) == args.max_new_tokens or token == model.token_eos():
-                break
-        return len(ids), perf_counter() - started, ids, None
-
-    serve(answer)
-
-
-def requantise(source: str, folder: str) -> None:
-    """Write a GGUF file's weights in other types, with llama.cpp."""
-    import llama_cpp
-
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    for name, number in FILES.items():
-        settings = llama_cpp.llama_model_quantize_default_params()
-        settings.ftype, settings.allow_requantize, settings.nthread = number, True, 2
-        target = Path(folder) / f"{Path(source).stem}-{name}.gguf"
-        llama_cpp.llama_model_quantize(source.encode(), str(target).encode(), settings)
-        print(target)
+        answer = json.load(urlopen(Request(f"{self.url}/completion", body, {"Content-Type": "application/json"})))
+        return len(answer["tokens"]), perf_counter() - started, answer["tokens"], None
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -141,30 +148,25 @@ def main() -> None:
     parser.add_argument("--other")
     parser.add_argument("--other-methods", nargs="+", default=["auto", "plain"])
     parser.add_argument("--llama", nargs="+", default=[])
-    parser.add_argument("--llama-methods", nargs="+", default=["llama", "llama-lookup"])
+    parser.add_argument("--llama-methods", nargs="+", default=["llama"], choices=LLAMA)
+    parser.add_argument("--llama-draft")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--requantise", nargs=2, metavar=("GGUF", "FOLDER"))
     parser.add_argument("--out", type=Path, help="JSON lines, one a measurement")
     parser.add_argument("--json", action="store_true", help="print a JSON object a row in place of the table")
     parser.add_argument("--worker")
     args = parser.parse_args()
-    if args.requantise:
-        requantise(*args.requantise)
-    elif args.worker:
-        ours(args) if args.worker == "ours" else llama(args.worker, args)
-    else:
-        compare(args)
+    ours(args) if args.worker else compare(args)
 
 
 def compare(args: argparse.Namespace) -> None:
     """Start workers, ask them in turn, print the table."""
     passed = ["--dtype", args.dtype, "--temperature", str(args.temperature)]
-    passed += ["--max-new-tokens", str(args.max_new_tokens), "--threads", str(args.threads)]
+    passed += ["--max-new-tokens", str(args.max_new_tokens)]
     passed += [part for name in args.draft for part in ("--draft", name)]
     for name in ("target", "assistant"):
         passed += [f"--{name}", getattr(args, name)] if getattr(args, name) else []
     worker = Worker(sys.executable, __file__, "ours", *passed, "--methods", *args.methods)
-    asked = {method: (worker, method) for method in args.methods}
+    asked: dict[str, tuple[Worker | Llama, str]] = {method: (worker, method) for method in args.methods}
     forms = {form: f"quantize={form}" for form in args.quantize}
     forms |= {f"{form} activations": f"activations={form}" for form in args.activations}
     for name, form in forms.items():
@@ -173,9 +175,8 @@ def compare(args: argparse.Namespace) -> None:
     if args.other:
         other = Worker(args.other, __file__, "ours", *passed, "--methods", *args.other_methods)
         asked |= {f"other {method}": (other, method) for method in args.other_methods}
-    for path in args.llama[1:]:
-        peer = Worker(args.llama[0], __file__, path, *passed)
-        asked |= {f"{method} {Path(path).stem[-12:]}": (peer, method) for method in args.llama_methods}
+    for path, method in product(args.llama[1:], args.llama_methods):
+        asked[f"{method} {Path(path).stem[-12:]}"] = Llama(path, method, args), method
     rates: dict[str, list[float]] = {method: [] for method in asked}
     texts: dict[str, list[Any]] = {method: [] for method in asked}
     passes: dict[str, list[int | None]] = {method: [] for method in asked}

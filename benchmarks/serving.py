@@ -11,7 +11,6 @@ token and of the time between two events of a stream, which may bring several to
 
 import argparse
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,8 +22,8 @@ from time import perf_counter, sleep
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import print_rows, read_prompts
-from openai import APIConnectionError, OpenAI
+from common import free_port, print_rows, read_prompts
+from openai import APIConnectionError, InternalServerError, OpenAI
 
 
 class Stream(NamedTuple):
@@ -63,9 +62,7 @@ def load(url: str, prompts: list[str], clients: int, new_tokens: int) -> list[St
 @contextmanager
 def started(command: str) -> Iterator[str]:
     """Start a server, yield its address when it answers, and end it."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    port = str(free_port())
     words = [sys.executable if word == "python" else word for word in shlex.split(command.replace("PORT", port))]
     url = f"http://127.0.0.1:{port}/v1"
     with subprocess.Popen(words, stdout=subprocess.DEVNULL) as process:
@@ -75,7 +72,7 @@ def started(command: str) -> Iterator[str]:
                 try:
                     client.models.list()
                     break
-                except APIConnectionError:
+                except (APIConnectionError, InternalServerError):  # it does not listen yet, or reads its model
                     sleep(0.5)
             else:
                 raise SystemExit(f"the server ended before it answered: {command}")

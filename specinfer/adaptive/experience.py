@@ -295,6 +295,10 @@ class DraftRecord:
     def __init__(self, credit: float) -> None:
         self.credit, self.idle, self.steps = credit, False, 0
 
+    def wait(self) -> None:
+        """Be idle until there is credit for a trial, from nothing on."""
+        self.credit, self.idle = min(self.credit, 0.0), True
+
     def add(self, net: float | None) -> None:
         """Take note of a step, and of what the draft gained in it; None: it was not asked, or that is not known."""
         self.steps += 1

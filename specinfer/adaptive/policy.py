@@ -17,7 +17,7 @@ Trees depend on time, token ids do not: trees are ranked, and exact match is exa
 from collections import defaultdict
 from collections.abc import Sequence
 from copy import copy, deepcopy
-from itertools import chain, pairwise, zip_longest
+from itertools import chain, compress, pairwise, zip_longest
 from math import exp, floor, inf, log2, sqrt
 from os import PathLike
 from typing import Any
@@ -114,6 +114,7 @@ class Auto(Policy):
         self.warm = 0  # drafts asked in the step before: the others must first read what they missed
         self.grown: Forest | None = None  # this step's trees, before `fit`
         self.few: dict[tuple[int, int], list[DraftRecord]] = {}  # of fewer rows than `MANY`, of this text alone
+        self.records: list[DraftRecord] = []  # of the drafts, with as many rows as there are
         with self.lock:
             self._choose(rows)
 
@@ -258,14 +259,18 @@ class Auto(Policy):
     def _choose(self, rows: int) -> None:
         """Choose the drafts to ask in the next step.
 
-        When half of the rows are left, nodes and levels have another price, and drafts are judged anew.  Of many texts
-        at a time about as much is accepted as of earlier ones: there what drafts did goes on.
+        When half of the rows are left, nodes and levels have another price, and drafts are judged anew; those that were
+        idle wait for it, as the few that are left may end before they have read what they missed.  Of many texts at a
+        time about as much is accepted as of earlier ones: there what drafts did goes on.
         """
         if rows.bit_length() != self.batch.bit_length():
+            idle = [record.idle for record in self.records] if rows < min(self.batch, MANY) else []
             drafts, self.batch = self.learnt.drafts, rows
             stake = STAKE[1] if self.costs.trees.known else STAKE[0] / sqrt(rows)
             kept, fresh = self.learnt.records if rows >= MANY else self.few, [DraftRecord(stake) for _ in range(drafts)]
             self.records = kept.setdefault((drafts, rows.bit_length()), fresh)
+            for record in compress(self.records, idle):
+                record.wait()
         measured = self.costs.plain[rows].weight if rows in self.costs.plain else 0
         due = not self.frozen and self.since_plain >= min(2 << measured, PLAIN_AGAIN)
         asked = [not record.idle for record in self.records]
@@ -321,7 +326,7 @@ class Auto(Policy):
             plain = self.costs.plain.setdefault(rows, Seconds())
             counted = plain.count
             plain.add(rest)
-            for record in self.records if plain.count <= counted else ():  # another speed: another trial
+            for record in self.records if 2 * plain.count < counted else ():  # another speed: another trial
                 record.credit = max(record.credit, STAKE[1])
         for draft, levels in self.levels.items():
             if levels and self.warm >> draft & 1:  # else it has to read what it missed
@@ -368,6 +373,7 @@ class Auto(Policy):
         masks = [[tree.proposers[node] for node in path] for tree, path in zip(trees, paths, strict=True)]
         nodes = [mask for tree in trees for mask in tree.proposers[1:]]
         rest = price * (spent - sum(levels.values()) - plain) / (len(nodes) + len(asked))
+        rest = rest if nodes else max(0.0, rest)  # a step without a tree is not cheaper than a plain one
         net, before, covered, drafts = dict[int, float](), 0, 0, 0
         for draft in asked:
             drafts |= 1 << draft

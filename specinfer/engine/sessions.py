@@ -92,7 +92,7 @@ class Drafting(Clocked):
         self._let_go()
 
     def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
-        """Return one tree per row, as the session grows them; bare roots for rows that have left."""
+        """Return one tree per row, as the session grows them; bare roots for rows that have left or are late."""
         started, bare = perf_counter() - self.prefill_seconds, Forest(policy.kind, roots)
         self._tell()
         self._asked = True
@@ -101,7 +101,8 @@ class Drafting(Clocked):
         if len(grown) == len(bare):
             return grown
         trees = iter(grown)
-        return Forest.of([next(trees) if inside else tree for inside, tree in zip(self.inside, bare, strict=True)])
+        inside = [*self.inside, *[False] * len(self.late.rows)]
+        return Forest.of([next(trees) if it else tree for it, tree in zip(inside, bare, strict=True)])
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take note of what each row committed; rows whose context has ended leave, and late ones join."""
@@ -196,8 +197,8 @@ class Openings:
         """
         model, aux_layers = self.decoder.target, self._aux_layers()
         longest, end = max(len(row.ids) for row in rows), _end(rows)
-        drafts = len(self.decoder.drafts)
-        proposing = drafts + any(row.constraint for row in rows)  # a grammar proposes as many nodes as a draft
+        # a grammar proposes as many nodes as a draft
+        proposing = len(self.decoder.drafts) + any(row.constraint for row in rows)
         usual, most = (count * max(1, proposing) for count, _ in self._tree_sizes())
         # trees of many rows are small, and passes read wide caches more slowly; graphs are lost when a cache grows
         usual = usual if self.decoder.graphs else usual // len(rows)
@@ -207,7 +208,7 @@ class Openings:
         sizes = first, end + nodes, aux_layers, self.decoder.graphs
         target = self.store.open(model, texts, *sizes, owners=self._owners())
         fetches = model.dispatched and not aux_layers and not model.stateful
-        return target, fetches or (joining and target.run.packs and (not drafts or self.policy.idle))
+        return target, fetches or (joining and target.run.packs)
 
     def draft(self, number: int, newcomers: Newcomers) -> Drafting:
         """Open a session of a draft for rows.

@@ -161,11 +161,12 @@ def test_where_tokens_wake_experts_trees_are_nearly_of_the_best_size(experts, ch
 
 
 def test_drafts_are_judged_anew_when_half_of_the_rows_are_left():
-    """What never pays for many rows may pay for few."""
+    """What never pays for many rows may pay for few; it is tried when a few steps show that these go on."""
     world = World([GOOD], lambda nodes: 0.006 + 0.0017 * 16 * (nodes + 1), 0.0035, 16).run(400)
     assert world.asked(0, 100) < 10
     world.rows, world.target = 2, lambda nodes: 0.02 + 0.0001 * nodes
-    assert world.run(40).asked(0, 30) > 25
+    assert world.run(8).asked(0, 8) == 0
+    assert world.run(42).asked(0, 20) > 18
 
 
 def test_rows_share_one_number_of_nodes():
@@ -232,6 +233,18 @@ def test_a_draft_that_is_never_right_idles_and_is_tried_again(rows, cost):
     allowed = STAKE[0] / rows**0.5 + ALLOWANCE * (REMEMBERED**0.5 + (1200 - REMEMBERED) / (2 * REMEMBERED**0.5))
     assert 2 < world.asked(0, 1200) <= allowed / lost + 5  # the last step, and those before costs are known
     assert world.asked(0, 300) > 0
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_step_without_nodes_gains_nothing_however_fast_it_was(rows):
+    world = World([GOOD], lambda nodes: 0.1 + 0.5 * rows * nodes, 0.005, rows).run(40)
+    (record,) = world.policy.records
+    record.credit, record.idle, world.target = 2.0, False, lambda nodes: 0.08 + 0.5 * rows * nodes
+    world.policy.asked, world.policy.since_trees = 1, 0  # and no tree is due, which would be measured
+    world.run(1)
+    assert world.asked(0, 1) == 1
+    assert world.nodes(1) == [0]
+    assert record.credit < 2.0
 
 
 def test_a_draft_that_becomes_good_is_noticed():

@@ -372,14 +372,14 @@ def trees_by_length(result: Result) -> dict[int, list[int]]:
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
-@pytest.mark.parametrize("drafts", [True, False])
+@pytest.mark.parametrize("tree", [Resting(7, 3), BestFirst(7, 3), None])
 def test_prompts_are_read_beside_the_rows_that_run(
-    drafts: bool, temperature: int, monkeypatch: pytest.MonkeyPatch
+    tree: BestFirst | None, temperature: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ids are those of each row alone, and so are the trees of a head, which reads the states at all tokens."""
-    target, together = float_llama() if drafts else bfloat16_llama(), TreeSession.score
-    given, tree = ([draft_for(target), "ngram"], Resting(7, 3)) if drafts else ([], None)
-    made = SpeculativeDecoder(target, byte_tokenizer(), given, tree, compile=True)
+    target, together = float_llama() if tree else bfloat16_llama(), TreeSession.score
+    drafts = [draft_for(target), "ngram"] if tree else []
+    made = SpeculativeDecoder(target, byte_tokenizer(), drafts, tree, compile=True)
     read: list[int] = []
     count = lambda session, trees: any(session.unread) and read.append(len(trees))  # noqa: E731
     monkeypatch.setattr(TreeSession, "score", lambda self, trees: count(self, trees) or together(self, trees))
