@@ -364,9 +364,14 @@ def facts() -> Row:
     """Return what figures depend on besides their command."""
     from specinfer.common.versions import versions
 
-    described = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-    commit = subprocess.run(described, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+    commit = git("describe", "--always", "--exclude=*")
+    commit += "-dirty" if git("diff", "HEAD", "--", ".", ":!docs") else ""  # pages change as figures are measured
     return {"machine": machine(), "versions": versions(), "commit": commit, "date": date.today().isoformat()}
+
+
+def git(*words: str) -> str:
+    """Return what git says of this repository."""
+    return subprocess.run(["git", *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def machine() -> Row:
