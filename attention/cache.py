@@ -55,8 +55,8 @@ class Stack:
     def resize(self, rows: int, capacity: int, used: Sequence[int]) -> None:
         """Make room for at least these rows, and these slots; ``used``: the slots of each row that are kept.
 
-        On a CPU there are four times as many rows when there are more: those that nobody uses take no memory, and to
-        copy all whenever some join takes long.
+        Where rows do not fit, buffers on a CPU get four times as many: rows that nobody uses take no memory there, and
+        copying all of them whenever others join takes long.
         """
         layers, before, heads, slots, dim = self.data.shape
         if rows > before or capacity != slots:

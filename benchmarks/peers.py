@@ -155,6 +155,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON object a row in place of the table")
     parser.add_argument("--worker")
     args = parser.parse_args()
+    if "llama-draft" in args.llama_methods and not args.llama_draft:
+        parser.error("llama-draft needs --llama-draft GGUF, the draft")
     ours(args) if args.worker else compare(args)
 
 

@@ -259,9 +259,9 @@ class Auto(Policy):
     def _choose(self, rows: int) -> None:
         """Choose the drafts to ask in the next step.
 
-        When half of the rows are left, nodes and levels have another price, and drafts are judged anew; those that were
-        idle wait for it, as the few that are left may end before they have read what they missed.  Of many texts at a
-        time about as much is accepted as of earlier ones: there what drafts did goes on.
+        When half of the rows are left, nodes and levels have another price, and drafts are judged anew.  Of many texts
+        at a time about as much is accepted as of earlier ones: there what drafts did goes on.  When few are left, a
+        draft that was idle waits for its trial: they may end before it has read what it missed.
         """
         if rows.bit_length() != self.batch.bit_length():
             idle = [record.idle for record in self.records] if rows < min(self.batch, MANY) else []
