@@ -55,8 +55,8 @@ class Stack:
     def resize(self, rows: int, capacity: int, used: Sequence[int]) -> None:
         """Make room for at least these rows, and these slots; ``used``: the slots of each row that are kept.
 
-        Where rows do not fit, buffers on a CPU get four times as many: rows that nobody uses take no memory there, and
-        copying all of them whenever others join takes long.
+        Where rows do not fit, buffers on a CPU get four times as many: rows that nobody uses take hardly any memory
+        there, and copying all rows whenever others join takes long.
         """
         layers, before, heads, slots, dim = self.data.shape
         if rows > before or capacity != slots:
@@ -136,8 +136,8 @@ class TreeCache(Cache):
             number of slots do the same work for all lengths, as a CUDA graph needs.
 
     Memory is ``2 * layers * rows * kv_heads * capacity * head_dim`` elements (see `nbytes`), and two and a half times
-    that while it doubles; on a CPU, only slots that were written to take some.  Only `keep`, `join` and the rare
-    doubling copy rows.
+    that while it doubles; on a CPU, only pages that were written to take some, of 2 MB where the system has them.  Only
+    `keep`, `join` and the rare growth copy rows.
     """
 
     def __init__(
