@@ -135,7 +135,7 @@ class Contribution:
 
     def __str__(self) -> str:
         return (
-            f"{self.draft}: {self.tokens} tokens, {self.only} of them only by it, "
+            f"{self.draft}: {self.tokens} tokens, {self.only} fewer without it, "
             f"in {self.passes} passes and {self.seconds:.2f} s"
         )
 

@@ -115,6 +115,7 @@ def serve(
         origins=access.allow_origin or (),
     )
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.info("serving %s; %s", served_name or decoder.target.checkpoint, decoder.passes)
     uvicorn.run(
         app,
         host=access.host,

@@ -136,7 +136,7 @@ def test_the_text_may_have_a_form(run, models, monkeypatch, tmp_path):
 def test_every_draft_reports_what_it_contributed(run):
     """One line a draft, to standard error."""
     err = run("generate", PROMPT, "--raw", "--draft", "ngram", "--draft", "draft", *NEW)[2]
-    lines = [line for line in err.splitlines() if "only by it" in line]
+    lines = [line for line in err.splitlines() if "fewer without it" in line]
     assert [line.split(":")[0] for line in lines] == ["ngram", "draft"]
     assert "note: auto: " in err
     assert "\ndraft: " in run("generate", PROMPT, "--raw", "--draft", "draft", *NEW)[2]

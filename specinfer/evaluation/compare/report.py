@@ -203,7 +203,7 @@ def _verdict_lines(groups: Sequence[Record]) -> list[str]:
 
 def _stage_rows(methods: Record) -> list[list[str]]:
     names = ("total", "prefill", "verify", "draft", "bookkeeping", "its share", "nodes", "levels")
-    rows = [["ms per token", *names, "tokens by draft (only by it)"]]
+    rows = [["ms per token", *names, "tokens by draft (fewer without it)"]]
     for name, figures in methods.items():
         if "ms_per_token" in figures:
             stages = [f"{figures['ms_per_token'][stage]:.2f}" for stage in STAGES]
