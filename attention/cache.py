@@ -31,6 +31,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from specinfer.common.tensors import on_device, padded_kv_length
 from specinfer.errors import CacheError
 
+GROWTH = 4  # times the rows that buffers have room for on a CPU, when more rows join
+
 
 class Stack:
     """Buffers of several layers in one tensor, (layers, rows, heads, capacity, dim), so slots of all move at once.
@@ -60,8 +62,8 @@ class Stack:
         """
         layers, before, heads, slots, dim = self.data.shape
         if rows > before or capacity != slots:
-            earlier, spare = self.data, 4 if rows > before and self.data.device.type == "cpu" else 1
-            self.hold(_zeros(earlier, layers, max(rows, spare * before), heads, capacity, dim))
+            earlier, growth = self.data, GROWTH if rows > before and self.data.device.type == "cpu" else 1
+            self.hold(_zeros(earlier, layers, max(rows, growth * before), heads, capacity, dim))
             self.take(earlier, 0, [min(count, slots) for count in used])
 
     def take(self, data: Tensor, first: int, used: Sequence[int]) -> None:
