@@ -39,6 +39,7 @@ ROUNDING = {torch.float64: 1e-7, torch.float32: 1e-3, torch.bfloat16: 4e-1, torc
 ROUNDED = 0.3  # the same where weights or states are rounded
 PACKED = 5e-3  # where weights are packed: states are rounded to 16 bits, so the last bits of others make a difference
 MOST = 0.75  # of a pass's nodes must be within that in 16 bits; the others may be outliers
+NEARLY_ALL = 0.99  # the same where weights are packed: one token in hundreds may magnify rounding a hundredfold
 BRANCHES = (0, 1, 0, 3, 4)  # parents of a tree: two chains below the root, one two deep, one three
 
 Graph = tuple[torch.fx.GraphModule, tuple[exported.Source, ...]]
@@ -224,6 +225,7 @@ def _difference(model: TreeModel, compiled: CompiledPass, extra: Extra, widths: 
         *((lay_out_chains([ids[0][:width]], device), None, [()]) for width in widths),
     ]
     sessions = [_session(model, run, 3, 24 + longest, compiled) for run in (model.ways.usual, compiled)]
+    share = NEARLY_ALL if is_packed(model.model) else MOST if torch.finfo(model.dtype).bits < 32 else 1.0
     worst = 0.0
     for number, (layout, columns, paths) in enumerate(steps):
         words = model.vocab_size // 2 if number % 2 else None
@@ -233,7 +235,7 @@ def _difference(model: TreeModel, compiled: CompiledPass, extra: Extra, widths: 
         }
         plain, found = (session.append(layout, columns, words, **given).flat()[:, :words] for session in sessions)
         states = [session.aux_states[0].flat().flatten(1) for session in sessions if session.aux_states]
-        worst = max(worst, _error(plain, found), _error(states[0], states[1]) if states else 0.0)
+        worst = max(worst, _error(plain, found, share), _error(states[0], states[1], share) if states else 0.0)
         for session in sessions:
             session.commit(paths)
     return worst
@@ -244,11 +246,10 @@ def _session(model: TreeModel, run: Pass, rows: int, capacity: int, compiled: Co
     return TreeSession(model, run.cache(model, rows, capacity, None, False), compiled.aux_layers, run)
 
 
-def _error(plain: Tensor, found: Tensor) -> float:
-    """Return the largest error of a node, root mean square over that of the plain values; in 16 bits of most nodes."""
-    few_bits = torch.finfo(plain.dtype).bits < 32
+def _error(plain: Tensor, found: Tensor, share: float) -> float:
+    """Return the largest error of a share of the nodes, root mean square over that of the plain values."""
     plain, found = plain.double(), found.double()
     spread = (plain - plain.mean(-1, keepdim=True)).square().mean(-1)
     errors = ((plain - found).square().mean(-1) / spread.clamp(min=1e-24)).sqrt().flatten()
-    worst = float(errors.quantile(MOST) if few_bits else errors.max())
+    worst = float(errors.quantile(share))
     return worst if worst == worst else inf

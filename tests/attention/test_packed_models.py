@@ -13,14 +13,15 @@ from test_packed_products import plain_rows, spanned
 from torch import nn
 
 from specinfer import BestFirst, Chain, SpeculativeDecoder
-from specinfer.attention import check_model
+from specinfer.attention import check_model, resumed
 from specinfer.attention.compiler import making
-from specinfer.attention.compiler.making import _has_same_bits
+from specinfer.attention.compiler.making import _has_same_bits, check
 from specinfer.attention.packed import products
 from specinfer.attention.packed.formats import KINDS, quantised
 from specinfer.attention.packed.layout import pack
 from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear, round_states
-from specinfer.errors import UnsupportedModel
+from specinfer.attention.passes.plain import TensorPass
+from specinfer.errors import NotCompiled, UnsupportedModel
 from specinfer.training import Recipe, distill
 
 SIZES = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}  # K formats have blocks of 256 inputs
@@ -96,6 +97,29 @@ def test_checks_compare_products_by_states_of_16_bits() -> None:
     assert rounded.error == exact.error
     given = torch.arange(20)[None]
     assert (other(given).logits - model(given).logits).abs().max() > 1e-3 * model(given).logits.std()
+
+
+@pytest.mark.parametrize(("every", "kept"), [(512, True), (40, False)])
+def test_one_token_in_hundreds_may_magnify_its_rounded_states(every: int, kept: bool) -> None:
+    made, own = compiled(packed_llama())
+
+    class Off(TensorPass):
+        """The same passes, but some nodes of a long one have other logits."""
+
+        aux_layers, dtype, packs, form = own.aux_layers, own.dtype, own.packs, own.form
+
+        def run(self, model: Any, inputs: Any, *given: Any) -> Any:
+            logits, *states = own.run(model, inputs, *given)
+            if inputs["input_ids"].shape[1] == 512:
+                logits[:, ::every] *= 1.1
+            return logits, *states
+
+    with resumed(made.target):
+        if kept:
+            assert check(made.target, Off(), [512]) < 1e-3  # type: ignore[arg-type]
+        else:
+            with pytest.raises(NotCompiled, match=r"are off by 1\.0e-01"):
+                check(made.target, Off(), [512])  # type: ignore[arg-type]
 
 
 def test_one_package_serves_every_mix_of_formats(monkeypatch: pytest.MonkeyPatch) -> None:
