@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from threading import Timer
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
@@ -20,7 +21,7 @@ Progress: TypeAlias = Callable[[str, int, int, Figures], None]  # (stage, number
 Work = TypeVar("Work")
 
 FIRST, EVERY = 10, 30  # seconds before the first line, and from one line to the next
-_displays: list["Display"] = []  # on the terminal: one at most
+_ends: list[Callable[[], object]] = []  # what takes the display off the terminal, or keeps a line back: one at most
 
 
 class Bars:
@@ -69,10 +70,18 @@ def tracked(work: Sequence[Work], stage: str, progress: Progress) -> Iterator[Wo
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Show on a terminal the work under way, and for how long: until this or all is closed, or more is shown."""
+    """Show on a terminal the work under way, and for how long: until this or all is closed, or more is shown.
+
+    Elsewhere a line says what takes longer than a few seconds.
+    """
     from rich.progress import TextColumn, TimeElapsedColumn
 
     _show(TextColumn(f"{what} ...", markup=False), TimeElapsedColumn(), transient=True).add_task("", total=None)
+    if not _watched() and _speaks():
+        late = Timer(FIRST, print, (f"{what} ...",), {"file": sys.stderr, "flush": True})
+        late.daemon = True
+        late.start()
+        _ends.append(late.cancel)
     try:
         yield
     finally:
@@ -81,8 +90,8 @@ def busy(what: str) -> Iterator[None]:
 
 def close_bars() -> None:
     """End the display, before anything else is printed; bars stay on the terminal as they are."""
-    while _displays:
-        _displays.pop().stop()
+    while _ends:
+        _ends.pop()()
 
 
 def _show(*columns: "ProgressColumn", transient: bool = False) -> "Display":
@@ -93,7 +102,7 @@ def _show(*columns: "ProgressColumn", transient: bool = False) -> "Display":
     close_bars()
     display = Display(*columns, console=Console(file=sys.stderr), transient=transient, redirect_stdout=False)
     if _watched() and _speaks():
-        _displays.append(display)
+        _ends.append(display.stop)
         display.start()
     return display
 

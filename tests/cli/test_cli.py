@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -611,6 +612,22 @@ def test_on_a_terminal_bars_move_with_the_tokens(run, monkeypatch):
     assert re.search(r"texts .*2/2 .*rate=0.50/0.25, 9 tokens, [\d.]+ tokens/s", drawn)
     assert run("check-draft", "--draft", "draft", "--max-new-tokens", "8")[0] == 0
     assert "timing passes and proposals" in sys.stderr.getvalue()
+
+
+def test_without_a_terminal_a_line_says_what_takes_long(capsys, monkeypatch):
+    """Once, and not after more was shown."""
+    monkeypatch.setattr(progress, "FIRST", 0)
+    with progress.busy("loading"):
+        said = ""
+        while not said.endswith("\n"):
+            said += capsys.readouterr().err
+    assert said == "loading ...\n"
+    monkeypatch.setattr(progress, "FIRST", 600)
+    with progress.busy("loading"):
+        (waiting,) = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
+        progress.Bars()("texts", 0, 2, {})
+        assert waiting.finished.is_set()
+    assert capsys.readouterr().err == ""
 
 
 def test_without_a_terminal_lines_are_rare(capsys, monkeypatch):
