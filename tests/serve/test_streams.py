@@ -138,7 +138,7 @@ def test_a_client_that_goes_away_leaves_room(
         assert status == 200
         assert json.loads(body)["choices"][0]["finish_reason"] == "length"
     assert client.completions.create(model="tiny", prompt="ab", max_tokens=3).usage.completion_tokens <= 3
-    assert server.busy == (0, 0)
+    assert eventually(lambda: server.busy == (0, 0))
 
 
 def test_a_full_queue_is_said(server: Live, decoder: SpeculativeDecoder) -> None:
@@ -219,7 +219,7 @@ def test_a_step_that_fails_ends_what_is_under_way_and_nothing_else(
         assert status == 500
         assert json.loads(body)["error"]["type"] == "server_error"
     assert received(sent(server, SAMPLED))[0] == 200
-    assert server.busy == (0, 0)
+    assert eventually(lambda: server.busy == (0, 0))
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
