@@ -523,7 +523,7 @@ def draw(name: str) -> None:
             ax.grid(axis="y", color=palette["pale"])
             assert figure.plot is not None
             figure.plot(ax, rows_of(name), palette)
-            ax.legend(frameon=False, fontsize=8)
+            ax.legend(facecolor=palette["paper"], framealpha=1, edgecolor="none", fontsize=8)
             ax.figure.savefig(FOLDER / f"{name}-{paper}.svg", metadata={"Date": None})
             plt.close(ax.figure)
 

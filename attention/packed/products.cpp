@@ -479,19 +479,19 @@ Multiply of_rows(int64_t rows, std::integer_sequence<int, R...>) {
 
 // ---- in tiles ----
 //
-// The rows of a tile are the high and the low bytes of its states by turns, so that a sum's two parts are neighbours; or
-// states of a byte, whose groups have scales of their own, so that each is a step.
+// The rows of a tile are the high and the low bytes of its states by turns, so that a sum's two parts are neighbours.  States
+// of one byte are multiplied as fast in registers: their groups have scales of their own, so each would be a step in tiles.
 // Weights with factors are integers of 16 bits, of whose bytes those of 16 outputs fill two tiles, low and high ones;
 // others are bytes, and their two tiles hold those of 32 outputs.
 
 constexpr int IN_TILE = 8;  // states of a tile, at most
-constexpr int FEWEST[] = {0, 9, 5};  // states of 1 byte, which were not measured, and of 2, from which on tiles are used
+constexpr int FEWEST = 5;   // states from which on tiles are used
 
 #if defined(SPECINFER_TILES) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
 enum Tile { SUMS, STATES = 4, WEIGHTS };  // four of sums, one of states, two of weights
 constexpr bool HAS_TILES = true;
-INLINE TileShapes shapes(int64_t states, bool pairs, bool narrow) {
-    const auto rows = (uint8_t)(narrow ? states : 2 * states), in_step = (uint8_t)(pairs ? PAIR : GROUP), lines = (uint8_t)(in_step / 4);
+INLINE TileShapes shapes(int64_t states, bool pairs) {
+    const auto rows = (uint8_t)(2 * states), in_step = (uint8_t)(pairs ? PAIR : GROUP), lines = (uint8_t)(in_step / 4);
     return {1, 0, {}, {64, 64, 64, 64, in_step, 64, 64}, {rows, rows, rows, rows, rows, lines, lines}};
 }
 
@@ -540,16 +540,16 @@ INLINE void add_minima(const Block& block, const Panel& states, int64_t rows, Fl
 
 // Multiply all states of a panel with the outputs of a block, tile by tile.  While a product of tiles goes on, weights of the
 // next groups are made, and the sums of the last ones are added up.
-template <int BITS, bool TABLE, Groups HOW, int OF_STATE>
+template <int BITS, bool TABLE, Groups HOW>
 void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, float* results, int64_t width) {
     constexpr int BYTES = HOW == FACTORED ? 2 : 1;  // of a weight, each in a tile
     const Kind kind = block.kind;
-    const int groups = together<HOW>(kind, states.shared), in_step = HOW == ALONE || OF_STATE == 1 ? 1 : 2;
+    const int groups = together<HOW>(kind, states.shared), in_step = HOW == ALONE ? 1 : 2;
     const int steps = groups / in_step;
     const int64_t units = states.groups / groups, each = states.in_tile;
     Reader readers[2] = {{block, 0}, {block, LANES}};
     alignas(64) Words weights[MOST_TOGETHER / 2][2][BYTES][PAIR / 4];  // steps; outputs 0-15, 16-31
-    alignas(64) Integers found[2][2][BYTES][OF_STATE * IN_TILE];       // by turns
+    alignas(64) Integers found[2][2][BYTES][2 * IN_TILE];              // by turns
     Floats scales[4][2], sums[2][PANEL];
     for (auto& of_outputs : sums) std::fill_n(of_outputs, rows, Floats{});
 
@@ -582,7 +582,7 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
         }
     };
     const auto multiply = [&](int64_t unit, int step, int64_t row) {
-        SPECINFER_LOAD_TILE(STATES, states.bytes_of(unit * groups + step * in_step, row), sizeof(Bytes) / OF_STATE);
+        SPECINFER_LOAD_TILE(STATES, states.bytes_of(unit * groups + step * in_step, row), PAIR);
 #pragma GCC unroll 2
         for (int u = 0; u < 2; u++) {
             SPECINFER_LOAD_TILE(WEIGHTS + u, weights[step][u][0], LINE);
@@ -593,17 +593,14 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
             }
         }
     };
-    const auto finish = [&](int64_t unit, int64_t row, const Integers (*from)[BYTES][OF_STATE * IN_TILE]) {
+    const auto finish = [&](int64_t unit, int64_t row, const Integers (*from)[BYTES][2 * IN_TILE]) {
         for (int u = 0; u < 2; u++) {
             const Floats scale = scales[unit % 4][u];
             const Totals* totals = states.totals_of(unit * groups, row);
             const Integers *low = from[u][0], *high = from[u][BYTES - 1];
             Floats* sum = sums[u] + row;
-            for (int64_t r = 0; r < each; r++, totals++, low += OF_STATE, high += OF_STATE, sum++) {
-                if constexpr (OF_STATE == 1) {
-                    const Integers found = HOW == FACTORED ? (high[0] << 8) + low[0] : low[0] - kind.zero * totals->sum<1>(2);
-                    add_bytes(*sum, found, totals->scale, scale);
-                } else if constexpr (HOW == FACTORED) {
+            for (int64_t r = 0; r < each; r++, totals++, low += 2, high += 2, sum++) {
+                if constexpr (HOW == FACTORED) {
                     add_large_integers(*sum, (high[0] << 8) + low[0], (high[1] << 8) + low[1], totals->scale, scale);
                 } else {
                     int32_t zeros = 0;
@@ -646,8 +643,8 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
 #else
 constexpr bool HAS_TILES = false;
 
-TileShapes shapes(int64_t, bool, bool) { return {}; }
-template <int BITS, bool TABLE, Groups HOW, int OF_STATE>
+TileShapes shapes(int64_t, bool) { return {}; }
+template <int BITS, bool TABLE, Groups HOW>
 void multiply_in_tiles(const Block&, const Panel&, int64_t, float*, int64_t) {}
 #endif
 
@@ -663,7 +660,9 @@ thread_local bool is_wide = false;  // whether states of a byte have two, in pro
 
 template <int BITS, bool TABLE, Groups HOW, int BYTES>
 void multiply_rows(const Block& block, const Panel& states, int64_t rows, float* to, int64_t width) {
-    if (states.in_tile) return multiply_in_tiles<BITS, TABLE, HOW, BYTES>(block, states, rows, to, width);
+    if constexpr (BYTES == 2) {
+        if (states.in_tile) return multiply_in_tiles<BITS, TABLE, HOW>(block, states, rows, to, width);
+    }
     constexpr int MOST = MOST_ROWS[BYTES];
     constexpr auto R = std::make_integer_sequence<int, MOST>();
     const int64_t parts = rows <= MOST ? 1 : (rows + OF_MANY[BYTES] - 1) / OF_MANY[BYTES];
@@ -742,14 +741,15 @@ void specinfer_packed_linear(
     int64_t outputs) {
     const int64_t groups = size / GROUP;
     const int threads = rows * size * outputs < SMALL ? 1 : omp_get_max_threads();
-    const int64_t in_tile = HAS_TILES && rows >= FEWEST[2] && tiles_are_allowed() ? states_of_tile(rows) : 0;
-    const int64_t all = in_tile ? (rows + in_tile - 1) / in_tile * in_tile : rows;  // the last one again
     const int64_t pairs = (groups + 1) / 2;
     const bool wide = is_wide;
     bool is_used[FORMS] = {};
+    for (int64_t matrix = 0; matrix < count; matrix++) is_used[form_of(Block(matrices[matrix], 0, wide).kind)] = true;
+    const bool tiled = HAS_TILES && (is_used[FOR_32] || is_used[FOR_256]) && rows >= FEWEST && tiles_are_allowed();
+    const int64_t in_tile = tiled ? states_of_tile(rows) : 0;
+    const int64_t all = tiled ? (rows + in_tile - 1) / in_tile * in_tile : rows;  // the last one again
     std::unique_ptr<Totals[]> totals[FORMS];
     std::unique_ptr<Bytes[]> bytes[FORMS];
-    for (int64_t matrix = 0; matrix < count; matrix++) is_used[form_of(Block(matrices[matrix], 0, wide).kind)] = true;
     for (const Form form : {FOR_32, FOR_256, BYTE}) {
         if (!is_used[form]) continue;
         totals[form].reset(new Totals[all * groups]), bytes[form].reset(new Bytes[all * pairs]);
@@ -757,7 +757,7 @@ void specinfer_packed_linear(
     const auto panel = [&](int64_t top, Form form) {
         return Panel{
             totals[form].get() + top * groups, bytes[form].get() + top * pairs, groups, std::min(PANEL, all - top),
-            sharing(form, groups), rows < FEWEST[form == BYTE ? 1 : 2] ? 0 : in_tile};
+            sharing(form, groups), form == BYTE ? 0 : in_tile};
     };
     std::vector<Place> places;
     for (int64_t matrix = 0, first = 0; matrix < count; matrix++) {
@@ -782,8 +782,8 @@ void specinfer_packed_linear(
 #pragma omp barrier
         const int64_t part = omp_get_thread_num(), parts = omp_get_num_threads(), blocks = places.size();
         const int64_t from = blocks * part / parts, to = blocks * (part + 1) / parts;
-        bool in_pairs = true, narrow = false;
-        InTiles in_tiles(in_tile, shapes(in_tile, in_pairs, narrow));
+        bool in_pairs = true;
+        InTiles in_tiles(in_tile, shapes(in_tile, in_pairs));
         for (int64_t top = 0; top < rows; top += PANEL) {
             const int64_t some = std::min(PANEL, rows - top);
             for (int64_t index = from; index < to; index++) {
@@ -792,8 +792,7 @@ void specinfer_packed_linear(
                 const Form form = form_of(block.kind);
                 const int shared = sharing(form, groups);
                 const bool pairs = together(block.kind, shared) > 1;
-                if (in_tile && (in_pairs != pairs || narrow != block.kind.narrow))
-                    in_tiles.reshape(shapes(in_tile, in_pairs = pairs, narrow = block.kind.narrow));
+                if (tiled && in_pairs != pairs) in_tiles.reshape(shapes(in_tile, in_pairs = pairs));
                 const MultiplyRows multiply = multiplication(block.kind, shared);
                 float* found = results + top * outputs + place.first;
                 if (place.outputs < BLOCK) {
