@@ -193,7 +193,7 @@ def _check_once(model: TreeModel, compiled: CompiledPass, folder: Path) -> None:
         NotCompiled: they differ.
     """
     verdict = verdict_file(model.model)
-    entries = hashlib.sha256(compiled.sampled.cpu().numpy().tobytes()).hexdigest()
+    entries = hashlib.sha256(b"".join(part.cpu().numpy().tobytes() for part in compiled.sampled)).hexdigest()
     compared = verdict and folder / f"{verdict.stem}-{entries[:16]}"
     if compared is None or not compared.exists():
         check(model, compiled)

@@ -62,18 +62,26 @@ def altered(model: nn.Module) -> str:
     """Return, in words, a change of the model that an exported graph would not have; "" if there is none."""
     if global_forward_hooks():
         return "all modules have a hook"
-    for name, module in model.named_modules():
-        if _hooks(module):
-            return f"{name or 'the model'} has a hook"
-        if "forward" in vars(module):
-            return f"{name or 'the model'} has a patched forward"
-        if module.training:
-            return f"{name or 'the model'} is in train mode"
-        for weight, tensor in direct_tensors(module):
-            if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
-                return f"{name}.{weight} is a {type(tensor).__name__}"
-            if tensor.is_inference():
-                return f"{name}.{weight} is an inference tensor, whose changes cannot be seen"
+    for module in modules_of(model):
+        if found := _altered(module):
+            names = {other: name for name, other in model.named_modules()}
+            return f"{names[module] or 'the model'}{found}"
+    return ""
+
+
+def _altered(module: nn.Module) -> str:
+    """Return what is altered of a module beside its own modules, to follow its name; "" if nothing is."""
+    if _hooks(module):
+        return " has a hook"
+    if "forward" in vars(module):
+        return " has a patched forward"
+    if module.training:
+        return " is in train mode"
+    for weight, tensor in direct_tensors(module):
+        if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
+            return f".{weight} is a {type(tensor).__name__}"
+        if tensor.is_inference():
+            return f".{weight} is an inference tensor, whose changes cannot be seen"
     return ""
 
 

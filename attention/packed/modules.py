@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import specinfer.attention.packed.products  # noqa: F401  (defines the operators)
 from specinfer.attention.packed.layout import is_narrow, narrow
+from specinfer.attention.torch_private import modules_of
 from specinfer.errors import UnsupportedModel
 
 
@@ -134,7 +135,7 @@ def round_states(model: nn.Module) -> None:
 
 def rounds_states(model: nn.Module) -> bool:
     """Whether products with packed matrices of a model round states to 8 bits."""
-    packed = next((module.packed for module in model.modules() if isinstance(module, PackedLinear)), None)
+    packed = next((module.packed for module in modules_of(model) if isinstance(module, PackedLinear)), None)
     return packed is not None and is_narrow(packed)
 
 

@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from itertools import chain
+from itertools import chain, groupby
 from pathlib import Path
 from textwrap import shorten
 from threading import Lock
@@ -33,7 +33,7 @@ from specinfer.attention.torch_private import load_package, writes
 from specinfer.common.memory import LargePages, free_bytes
 from specinfer.errors import NotCompiled
 
-SPREAD, SAMPLED = 4, 8  # places in a weight, and entries at each, that every call compares: few pages of a file
+SPREAD, SAMPLED = 2, 8  # places in a weight, and entries at each, that every call compares: each is a page that is cold
 SPARE = 1.2  # bytes of free memory that packing needs, per byte of packed weights
 RECORD = "package.json"
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
@@ -79,8 +79,8 @@ class CompiledPass(TensorPass):
         self.watch = Watch(model.model)
         self.packings = 0
         self.stamps: list[tuple[int, int]] = []  # of the weights when they were packed
-        self.samples: list[Tensor] = []  # some entries of each weight, as views
-        self.sampled = torch.empty(0, device="cpu")  # their values when the weights were packed
+        self.samples: list[list[Tensor]] = []  # some bytes of each weight, as views; those of one shape together
+        self.sampled: list[Tensor] = []  # what they were when the weights were packed
 
     def serving(self, network: Any) -> "CompiledPass":
         """Return the same passes for another network of the same architecture; code is shared, weights are not."""
@@ -107,10 +107,10 @@ class CompiledPass(TensorPass):
         sources = {source for runner in self.runners.values() for source in runner.sources}
         names = sorted({name for source in sources for name in source.names})
         tensors = dict(named_tensors(self.network()))
-        weights = {name: tensors[name].detach() for name in names}
         stamps = [(tensors[name].data_ptr(), writes(tensors[name])) for name in names]
-        if stamps == self.stamps and torch.equal(_joined(self.samples), self.sampled):
+        if stamps == self.stamps and all(map(torch.equal, map(torch.cat, self.samples), self.sampled)):
             return ""
+        weights = {name: tensors[name].detach() for name in names}
         groups = {(source.kind, source.names) for source in sources if source.kind in FORMS}
         parts = [(weights[name], form) for form, group in groups for name in group]
         needed = SPARE * sum(weight.numel() * BYTES.get(form, weight.itemsize) for weight, form in parts)
@@ -121,9 +121,9 @@ class CompiledPass(TensorPass):
             packed[form, group] = pages.copy(pack([weights[name] for name in group], form))
         for runner in self.runners.values():
             runner.weights = [self._input(source, weights, packed) for source in runner.sources]
-        flat = [weight.view(-1) for weight in weights.values() if weight.is_contiguous()]
-        self.samples = [_sample(weight) for weight in flat]
-        self.stamps, self.sampled = stamps, _joined(self.samples)
+        samples = [_sample(weight.view(-1)) for weight in weights.values() if weight.is_contiguous()]
+        self.samples = [[*group] for _, group in groupby(sorted(samples, key=_size), key=_size)]
+        self.stamps, self.sampled = stamps, [*map(torch.cat, self.samples)]
         self.packings += 1
         return ""
 
@@ -195,9 +195,11 @@ class _Runner:
 
 
 def _sample(weight: Tensor) -> Tensor:
-    """Return some entries of a weight (N,), from its first to its last ones, as a view (places, entries)."""
-    return weight.unfold(0, min(len(weight), SAMPLED), max((len(weight) - SAMPLED) // (SPREAD - 1), 1))
+    """Return bytes of some entries of a weight (N,), from its first to its last ones, as a view (places, bytes)."""
+    step = max((len(weight) - SAMPLED) // (SPREAD - 1), 1)
+    return weight.unfold(0, min(len(weight), SAMPLED), step).view(torch.uint8)
 
 
-def _joined(samples: Sequence[Tensor]) -> Tensor:
-    return torch.cat([sample.float().flatten() for sample in samples]) if samples else torch.empty(0, device="cpu")
+def _size(sample: Tensor) -> tuple[int, str]:
+    """Return what samples have in common that one call can join: bytes at a place, device."""
+    return sample.shape[1], str(sample.device)
