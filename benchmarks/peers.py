@@ -12,9 +12,9 @@ llama.cpp's programs, followed by GGUF files of the target's weights.  Its serve
 process for each of ``--llama-methods``: `llama` is plain, `llama-ngram` looks tokens up in the text, and `llama-draft`
 drafts with the model of ``--llama-draft``, so many tokens a step as the server does by default.
 ``--rows`` lets our methods decode so many prompts together, each with those that follow it.
-All take turns, prompt by prompt; prompts are fed as token ids, and prefill counts.  The table has the median of tokens
-a second, the median ratio of the first method to this one with its 95 % bootstrap interval, the worst prompt's ratio,
-and for our methods new tokens per target pass, prefill excluded, over all prompts.
+All take turns, prompt by prompt, forwards and backwards; prompts are fed as token ids, and prefill counts.  The table
+has the median of tokens a second, the median ratio of the first method to this one with its 95 % bootstrap interval,
+the worst prompt's ratio, and for our methods new tokens per target pass, prefill excluded, over all prompts.
 """
 
 import argparse
@@ -187,7 +187,7 @@ def compare(args: argparse.Namespace) -> None:
         prompt = worker.ask(prompt=text)
         if args.rows > 1:
             prompt = [worker.ask(prompt=prompts[(turn + row) % len(prompts)]) for row in range(args.rows)]
-        for name, (who, method) in asked.items():
+        for name, (who, method) in [*asked.items()][:: 1 if turn % 2 else -1]:  # who comes after another process
             count, seconds, ids, taken = who.ask(method=method, prompt=prompt, seed=turn)
             if turn < 2:  # warming up
                 continue

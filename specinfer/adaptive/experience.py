@@ -27,6 +27,7 @@ DEPTHS = 3  # told apart: 1, 2, 3 and deeper
 REMEMBERED = 200  # tokens that a rate looks back on, and steps that an allowance does, about
 PRIORS = 0.5, 4.0  # tokens that it starts with: of drafted tokens, of accepted nodes with children
 STAKE = 4.0, 1.0  # tokens that a draft may lose in its first trial, over the root of the rows, and in each later one
+STAKED = 8.0  # tokens gained lately for each that it may lose when a text begins, between these two
 CREDIT = 16.0  # tokens that it may lose, at most, of what it gained before
 ALLOWANCE = 0.25  # tokens, times the root of the number of steps, that it may lose besides
 
@@ -289,18 +290,33 @@ class DraftRecord:
     Attributes:
         credit: tokens that it may lose now: what it gained, less what its seconds are worth, and the allowance.
         idle: whether it waits, from when its credit is spent until there is enough for a trial.
-        steps: so far.
+        steps: so far, of this text and of those before it that it did not begin anew.
+        lately: tokens that it gained in the last steps that asked it, less what they cost.
     """
 
     def __init__(self, credit: float) -> None:
-        self.credit, self.idle, self.steps = credit, False, 0
+        self.credit, self.idle, self.steps, self.lately = credit, False, 0, STAKED
+
+    def begin(self) -> None:
+        """Begin a text: with a stake if the draft gained lately, else as the last text ended."""
+        if self.steps and self.lately >= 0:
+            self.credit, self.idle, self.steps = min(max(self.lately / STAKED, STAKE[1]), STAKE[0]), False, 0
 
     def wait(self) -> None:
         """Be idle until there is credit for a trial, from nothing on."""
         self.credit, self.idle = min(self.credit, 0.0), True
 
-    def add(self, net: float | None) -> None:
-        """Take note of a step, and of what the draft gained in it; None: it was not asked, or that is not known."""
+    def add(self, net: float | None, reading: float = 0.0) -> None:
+        """Take note of a step.
+
+        Args:
+            net: tokens that the draft gained in it; None if it was not asked, or that is not known.
+            reading: tokens that its seconds are worth in which it read what it had missed.
+        """
+        reading = min(reading, CREDIT)
+        if net is not None:
+            self.lately += net - reading - self.lately / REMEMBERED
+        self.credit -= reading if self.steps else 0.0  # with a text's prompt read, what follows is judged by itself
         self.steps += 1
         self.credit += (net or 0.0) + ALLOWANCE / (2 * sqrt(min(self.steps, REMEMBERED)))
         self.credit = min(self.credit, CREDIT)

@@ -107,13 +107,13 @@ class Auto(Policy):
             self.learnt = deepcopy(self.given)  # so that a text does not depend on others
         self.learnt.drafts, self.packed = drafts, packed
         self.costs, self.acceptance = self.learnt.costs, self.learnt.acceptance[coupled]
-        self.since_plain = self.since_trees = self.batch = 0
+        self.since_plain = self.since_trees = self.quiet = self.batch = 0
         self.surprises = 0  # trees beyond the usual size that were dear
         self.ceiling = inf  # tokens of a pass that are not to be fed again
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
         self.warm = 0  # drafts asked in the step before: the others must first read what they missed
         self.grown: Forest | None = None  # this step's trees, before `fit`
-        self.few: dict[tuple[int, int], list[DraftRecord]] = {}  # of fewer rows than `MANY`, of this text alone
+        self.begun: set[int] = set()  # binary digits of the rows, where fewer than `MANY`, that this text had so far
         self.records: list[DraftRecord] = []  # of the drafts, with as many rows as there are
         with self.lock:
             self._choose(rows)
@@ -267,8 +267,11 @@ class Auto(Policy):
             idle = [record.idle for record in self.records] if rows < min(self.batch, MANY) else []
             drafts, self.batch = self.learnt.drafts, rows
             stake = STAKE[1] if self.costs.trees.known else STAKE[0] / sqrt(rows)
-            kept, fresh = self.learnt.records if rows >= MANY else self.few, [DraftRecord(stake) for _ in range(drafts)]
-            self.records = kept.setdefault((drafts, rows.bit_length()), fresh)
+            fresh = [DraftRecord(stake) for _ in range(drafts)]
+            self.records = self.learnt.records.setdefault((drafts, rows.bit_length()), fresh)
+            for record in self.records if rows < MANY and rows.bit_length() not in self.begun else ():
+                record.begin()
+            self.begun.add(rows.bit_length())
             for record in compress(self.records, idle):
                 record.wait()
         measured = self.costs.plain[rows].weight if rows in self.costs.plain else 0
@@ -306,9 +309,14 @@ class Auto(Policy):
             self.costs.earn(rows, sum(map(len, tokens)), modelled)
             if self.levels:
                 self.acceptance.observe(self.grown, tokens)
-            spent = modelled if self.frozen or seconds is None else min(seconds, FAR * modelled)
-            self._judge(trees, paths, levels, spent)
-            self.since_plain, self.since_trees = (self.since_plain + 1, 0) if nodes else (0, self.since_trees + 1)
+            reading = dict[int, float]()
+            if not self.frozen and seconds is not None:
+                reading = self._reading(levels, proposing)
+                modelled = min(seconds - sum(reading.values()), FAR * modelled)
+            self._judge(trees, paths, levels, modelled, reading)
+            self.since_trees = 0 if nodes else self.since_trees + 1
+            self.quiet = 0 if any(self.levels.values()) else self.quiet + 1
+            self.since_plain = 0 if self.quiet > 1 else self.since_plain + 1
             self.warm = sum(1 << draft for draft, asked in self.levels.items() if asked)
             self.levels.clear()
             self.grown = None
@@ -323,18 +331,35 @@ class Auto(Policy):
         elif nodes:
             self.costs.trees.add(fed, rest)
         else:
-            plain = self.costs.plain.setdefault(rows, Seconds())
-            counted = plain.count
-            plain.add(rest)
-            for record in self.records if 2 * plain.count < counted else ():  # another speed: another trial
-                record.credit = max(record.credit, STAKE[1])
+            self._time_plain(self.costs.plain.setdefault(rows, Seconds()), rest)
         for draft, levels in self.levels.items():
             if levels and self.warm >> draft & 1:  # else it has to read what it missed
                 self.costs.levels.setdefault(draft, Seconds()).add(proposing[draft] / levels)
                 self.costs.depths.setdefault(draft, Line()).add(levels, proposing[draft])
 
+    def _time_plain(self, plain: Seconds, seconds: float) -> None:
+        """Learn what a plain step costs from one that follows another, or from one of another speed.
+
+        After a tree it is slower: drafts and trees displaced weights from the processor's caches.
+        """
+        if (self.quiet and not any(self.levels.values())) or not plain.value / FAR < seconds < plain.value * FAR:
+            counted = plain.count
+            plain.add(seconds)
+            for record in self.records if 2 * plain.count < counted else ():  # another speed: another trial
+                record.credit = max(record.credit, STAKE[1])
+
+    def _reading(self, levels: dict[int, float], proposing: Sequence[float]) -> dict[int, float]:
+        """Return by draft the seconds in which it read what it had missed, beyond those of its levels."""
+        cold = [draft for draft, asked in self.levels.items() if asked and not self.warm >> draft & 1]
+        return {draft: max(0.0, proposing[draft] - levels.get(draft, inf)) for draft in cold}
+
     def _judge(
-        self, trees: Sequence[TokenTree], paths: Sequence[Sequence[int]], levels: dict[int, float], spent: float
+        self,
+        trees: Sequence[TokenTree],
+        paths: Sequence[Sequence[int]],
+        levels: dict[int, float],
+        spent: float,
+        reading: dict[int, float],
     ) -> None:
         """Tell each draft's record what it gained.
 
@@ -344,13 +369,16 @@ class Auto(Policy):
         Args:
             trees, paths: as `observe`.
             levels: by draft, seconds of its levels as far as they are known.
-            spent: seconds of the step.
+            spent: seconds of the step, but for those of reading.
+            reading: by draft, seconds in which it read what it had missed.
         """
         asked = sorted((draft for draft, count in self.levels.items() if count), key=lambda d: levels.get(d, 0.0))
-        net = self._gains(asked, trees, paths, levels, spent) if asked and self.costs.seconds(len(trees), 0) else {}
-        scale = len(self.records) / sqrt(len(trees))
+        rows, plain = len(trees), self.costs.seconds(len(trees), 0)
+        net = self._gains(asked, trees, paths, levels, spent) if asked and plain else {}
+        scale = len(self.records) / sqrt(rows)
         for draft, record in enumerate(self.records):
-            record.add(scale * net[draft] if draft in net else None)
+            read = rows * reading.get(draft, 0.0) / plain if plain else 0.0
+            record.add(scale * net[draft] if draft in net else None, scale * read)
 
     def _gains(
         self,

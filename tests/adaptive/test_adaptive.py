@@ -145,11 +145,15 @@ def best_speed(target, level, most=100):
     return max(speeds)
 
 
-@pytest.mark.parametrize(("experts", "chosen", "share", "rows"), [
-    (8, 2, 0.2, 1), (8, 2, 0.6, 4), (64, 8, 0.6, 1), (64, 8, 0.8, 4), (128, 8, 0.2, 4), (128, 8, 0.8, 1),
+@pytest.mark.parametrize(("experts", "chosen", "share", "rows", "least"), [
+    (8, 2, 0.2, 1, 0.92), (8, 2, 0.6, 4, 0.92), (64, 8, 0.6, 1, 0.92), (64, 8, 0.8, 4, 0.88), (128, 8, 0.2, 4, 0.92),
+    (128, 8, 0.8, 1, 0.92),
 ])  # fmt: skip
-def test_where_tokens_wake_experts_trees_are_nearly_of_the_best_size(experts, chosen, share, rows):
-    """A pass reads each expert once that one of its tokens chooses, at random; a token also costs 3 % of a pass."""
+def test_where_tokens_wake_experts_trees_are_nearly_of_the_best_size(experts, chosen, share, rows, least):
+    """A pass reads each expert once that one of its tokens chooses, at random; a token also costs 3 % of a pass.
+
+    Where small trees lose what only large ones gain, trials with small ones may not find these.
+    """
 
     def target(nodes):
         tokens = rows * (nodes + 1)
@@ -157,7 +161,7 @@ def test_where_tokens_wake_experts_trees_are_nearly_of_the_best_size(experts, ch
         return 0.01 * (1 - share + share * woken) + 0.0003 * tokens
 
     world = World([GOOD], target, 0.0005, rows).run(600)
-    assert world.speed(300) > 0.92 * best_speed(target, 0.0005)
+    assert world.speed(300) > least * best_speed(target, 0.0005)
 
 
 def test_drafts_are_judged_anew_when_half_of_the_rows_are_left():
@@ -182,7 +186,7 @@ def source_tree(world, row):
 
 def test_plain_steps_are_measured_again():
     world = World([GOOD], flat(0.1), 0.001).run(6 * PLAIN_AGAIN)
-    assert 2 <= world.nodes(3 * PLAIN_AGAIN).count(0) <= 4
+    assert 4 <= world.nodes(3 * PLAIN_AGAIN).count(0) <= 6  # two in a row, of which the second is timed
 
 
 def test_trees_are_measured_again():
@@ -253,29 +257,53 @@ def test_a_draft_that_becomes_good_is_noticed():
     assert world.run(600).asked(0, 50) >= 48
 
 
-def test_a_new_text_gives_every_draft_a_trial():
-    world = World([BAD], flat(0.1), 0.02).run(300)
-    world.policy.start(1, coupled=False)
-    assert world.run(2).asked(0, 2) == 2
+def test_a_plain_step_after_a_tree_is_not_what_plain_decoding_costs():
+    """Drafts and trees displace weights from the processor's caches, and the next pass fetches them again."""
+    world = World([GOOD], None, 0.003)
+    world.target = lambda nodes: 0.03 + 0.001 * nodes + (0.006 if nodes or world.policy.quiet == 0 else 0)
+    world.run(200)
+    assert world.policy.costs.plain[1].value == pytest.approx(0.03)
 
 
-@pytest.mark.parametrize(("draft", "rows", "asked"), [(BAD, 1, 4), (BAD, 8, 0), (GOOD, 8, 4)])
-def test_among_many_texts_a_draft_that_gained_too_little_before_is_idle_first(draft, rows, asked):
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(("draft", "asked"), [(BAD, 0), (GOOD, 4)])
+def test_a_draft_that_lost_more_than_it_gained_is_idle_when_a_text_begins(draft, rows, asked):
     world = World([draft], flat(0.1), 0.02, rows).run(300)
     world.policy.start(1, coupled=False, rows=rows)
     assert world.run(4).asked(0, 4) == asked
 
 
-def test_among_many_texts_a_wait_goes_on_in_the_next_ones():
-    """So trials do not come with every batch; with few rows every text has its own."""
-    asked = {}
-    for rows in (1, 8):
-        world = World([BAD], flat(0.1), 0.02, rows=rows).run(300)
-        for _ in range(10):
-            world.policy.start(1, coupled=False, rows=rows)
-            asked[rows] = asked.get(rows, 0) + world.run(30).asked(0, 30)
-    assert asked[1] >= 10 * 2
-    assert asked[8] <= 10
+def test_a_draft_that_gained_lately_has_a_trial_in_every_text_and_waits_in_those_that_it_fails_in():
+    world = World([GOOD], flat(0.1), 0.02).run(100)
+    for _ in range(3):
+        world.policy.start(1, coupled=False)
+        world.distributions = [BAD]
+        world.run(30)
+        assert 0 < world.asked(0, 30) < 15
+        assert world.asked(0, 5) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_wait_goes_on_in_the_next_texts(rows):
+    """So trials do not come with every text."""
+    world, asked = World([BAD], flat(0.1), 0.02, rows=rows).run(300), 0
+    for _ in range(20):
+        world.policy.start(1, coupled=False, rows=rows)
+        asked += world.run(30).asked(0, 30)
+    assert 1 <= asked <= 30
+
+
+def test_a_prompt_that_was_long_to_read_counts_for_the_next_texts():
+    """A draft reads the prompt in a text's first step.  If that costs more than it gains, it is idle in later texts."""
+    world = World([GOOD], flat(0.03, 0.0006), 0.003)
+    for _ in range(6):
+        world.policy.start(1, coupled=False)
+        world.level = 2.0
+        world.run(1)
+        world.level = 0.003
+        world.run(20)
+    world.policy.start(1, coupled=False)
+    assert world.run(5).asked(0, 5) == 0
 
 
 def test_a_wait_among_many_texts_survives_that_most_of_them_end():
