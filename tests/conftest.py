@@ -38,6 +38,11 @@ EOS_TEXT, PAD_TEXT = 256, 257
 PROMPTS = [[5, 9, 17, 5, 9], [40], [100, 7, 7, 7, 100, 7, 7, 31, 2, 100], [250, 3, 60]]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest of the last files, which one process would have to itself in the end."""
+    items.sort(key=lambda item: item.path.name != "test_viz_browser.py")
+
+
 def pytest_collection_finish() -> None:
     """Leave what was imported out of garbage collections, which else walk over torch again and again."""
     gc.collect()

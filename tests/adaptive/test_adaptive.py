@@ -301,7 +301,7 @@ def test_a_prompt_that_was_long_to_read_counts_for_the_next_texts():
         world.level = 2.0
         world.run(1)
         world.level = 0.003
-        world.run(20)
+        world.run(6)
     world.policy.start(1, coupled=False)
     assert world.run(5).asked(0, 5) == 0
 
