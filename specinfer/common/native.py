@@ -16,7 +16,10 @@ from filelock import FileLock
 
 from specinfer.common.files import cache_folder
 
-OPTIONS = "-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fopenmp", "-shared", "-fPIC"
+OPTIONS = (
+    *("-O3", "-march=native", "-ffp-contract=fast", "-std=c++17", "-fopenmp", "-shared", "-fPIC"),
+    "-fvisibility-inlines-hidden",  # else libraries that are loaded later take these functions for their own
+)
 
 
 def library(source: Path, *included: Path) -> ctypes.CDLL | None:
