@@ -47,7 +47,7 @@ def run(bench, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_answers_are_written_as_spec_bench_writes_them(run, temperature):
     """Every turn of every question that fits; the drafts change steps, not texts."""
-    found, printed = run("--methods", "plain", "ngram+near", "--temperature", temperature)
+    found, printed = run("--methods", "plain", "ngram+near", "--tree", "best-first", "--temperature", temperature)
     assert set(found) == {"plain", "ngram+near"}
     assert "question q-1 is left out" in printed.err
     for method, lines in found.items():
