@@ -27,7 +27,7 @@ DEPTHS = 3  # told apart: 1, 2, 3 and deeper
 REMEMBERED = 200  # tokens that a rate looks back on, and steps that an allowance does, about
 PRIORS = 0.5, 4.0  # tokens that it starts with: of drafted tokens, of accepted nodes with children
 STAKE = 4.0, 1.0  # tokens that a draft may lose in its first trial, over the root of the rows, and in each later one
-STAKED = 8.0  # tokens gained lately for each that it may lose when a text begins, between these two
+STAKED = 8.0  # tokens gained lately for each that it may lose as a text begins; each draft is credited with so many
 CREDIT = 16.0  # tokens that it may lose, at most, of what it gained before
 ALLOWANCE = 0.25  # tokens, times the root of the number of steps, that it may lose besides
 

@@ -113,7 +113,7 @@ class Auto(Policy):
         self.levels: defaultdict[int, int] = defaultdict(int)  # asked for in this step, by draft
         self.warm = 0  # drafts asked in the step before: the others must first read what they missed
         self.grown: Forest | None = None  # this step's trees, before `fit`
-        self.begun: set[int] = set()  # binary digits of the rows, where fewer than `MANY`, that this text had so far
+        self.begun: set[int] = set()  # binary digits of the numbers of rows that this text had so far
         self.records: list[DraftRecord] = []  # of the drafts, with as many rows as there are
         with self.lock:
             self._choose(rows)
