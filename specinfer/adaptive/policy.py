@@ -37,7 +37,7 @@ MAX_NODES = 31  # with the root, 32 tokens: a size bucket
 MOST = 255  # the same, of nodes and of levels, where passes over many tokens cost hardly more
 FIRST_NODES = 4  # of all rows' trees, one each at least, in the first tree; later ones are twice as large at most
 PLAIN_AGAIN = 128  # steps between plain ones, which measure the machine, at most; twice as many after each, from 2 on
-TREES_AGAIN = 8  # steps without trees after which a small one measures what they cost, if a draft is asked
+TREES_AGAIN = 8  # steps without trees after which one measures what they cost, if a draft is asked
 MANY = 4  # rows from which on the average in earlier texts predicts that of the next ones
 LEAST = 0.001, 0.05  # bounds of the path probability below which nothing is drafted
 
@@ -249,12 +249,13 @@ class Auto(Policy):
         if not price or not trees.known:  # sizes must differ to tell what a node costs
             return len(gains)
         size = len([gain for gain in gains if gain * counted > rows * price * trees.slope])
+        measures = self.since_trees >= TREES_AGAIN  # costs may have changed, or be other than they seem at one size
+        size = max(2 * size, first) if measures else size
         if not self.packed:  # passes are padded
-            size = min(size_bucket(size + 1) - 1, len(gains)) if size else 0
+            size = size_bucket(size + 1) - 1 if size else 0
+        size = min(size, len(gains))
         spent = self.costs.seconds(rows, size / counted) - self.costs.seconds(rows, 0)
-        if sum(gains[:size]) > price * spent:
-            return size
-        return min(first, len(gains)) if self.since_trees >= TREES_AGAIN else 0  # what they cost may have changed
+        return size if measures or sum(gains[:size]) > price * spent else 0
 
     def _choose(self, rows: int) -> None:
         """Choose the drafts to ask in the next step.

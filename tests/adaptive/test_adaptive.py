@@ -145,15 +145,11 @@ def best_speed(target, level, most=100):
     return max(speeds)
 
 
-@pytest.mark.parametrize(("experts", "chosen", "share", "rows", "least"), [
-    (8, 2, 0.2, 1, 0.92), (8, 2, 0.6, 4, 0.92), (64, 8, 0.6, 1, 0.92), (64, 8, 0.8, 4, 0.88), (128, 8, 0.2, 4, 0.92),
-    (128, 8, 0.8, 1, 0.92),
+@pytest.mark.parametrize(("experts", "chosen", "share", "rows"), [
+    (8, 2, 0.2, 1), (8, 2, 0.6, 4), (64, 8, 0.6, 1), (64, 8, 0.8, 4), (128, 8, 0.2, 4), (128, 8, 0.8, 1),
 ])  # fmt: skip
-def test_where_tokens_wake_experts_trees_are_nearly_of_the_best_size(experts, chosen, share, rows, least):
-    """A pass reads each expert once that one of its tokens chooses, at random; a token also costs 3 % of a pass.
-
-    Where small trees lose what only large ones gain, trials with small ones may not find these.
-    """
+def test_where_tokens_wake_experts_trees_are_nearly_of_the_best_size(experts, chosen, share, rows):
+    """A pass reads each expert once that one of its tokens chooses, at random; a token also costs 3 % of a pass."""
 
     def target(nodes):
         tokens = rows * (nodes + 1)
@@ -161,7 +157,7 @@ def test_where_tokens_wake_experts_trees_are_nearly_of_the_best_size(experts, ch
         return 0.01 * (1 - share + share * woken) + 0.0003 * tokens
 
     world = World([GOOD], target, 0.0005, rows).run(600)
-    assert world.speed(300) > least * best_speed(target, 0.0005)
+    assert world.speed(300) > 0.92 * best_speed(target, 0.0005)
 
 
 def test_drafts_are_judged_anew_when_half_of_the_rows_are_left():
@@ -199,7 +195,8 @@ def test_trees_are_measured_again():
 
 def test_trees_that_never_pay_are_hardly_measured():
     world = World([GOOD], lambda nodes: 0.1 if nodes == 0 else 0.4, 0.0001).run(20 + 4 * PLAIN_AGAIN)
-    assert 1 <= np.count_nonzero(world.nodes(4 * PLAIN_AGAIN)) <= 20
+    assert np.count_nonzero(world.nodes(4 * PLAIN_AGAIN)) > 0
+    assert world.speed(4 * PLAIN_AGAIN) > 0.98
 
 
 def test_a_draft_that_was_slow_for_a_while_works_again():
