@@ -296,7 +296,7 @@ class Auto(Policy):
             trees: what the target scored, one per row.
             paths: accepted nodes, root excluded.
             tokens: what each row emitted.
-            proposing: seconds of each draft; next to nothing where it was not asked.
+            proposing: seconds of each draft; next to nothing where it was not asked, or they say nothing of others.
             seconds: of the whole step, drafts included; None if that says nothing of others.
         """
         assert self.grown is not None, "a step is fitted before it is observed"
@@ -311,8 +311,9 @@ class Auto(Policy):
             if self.levels:
                 self.acceptance.observe(self.grown, tokens)
             reading = dict[int, float]()
-            if not self.frozen and seconds is not None:
+            if not self.frozen:
                 reading = self._reading(levels, proposing)
+            if not self.frozen and seconds is not None:
                 modelled = min(seconds - sum(reading.values()), FAR * modelled)
             self._judge(trees, paths, levels, modelled, reading)
             self.since_trees = 0 if nodes else self.since_trees + 1

@@ -185,8 +185,9 @@ class Openings:
     def target(self, rows: Sequence[Row], joining: bool = False) -> tuple[TreeSession, bool]:
         """Open a session of the target for rows.
 
-        The pass of the next step reads the ends of prompts, beside the trees, if nothing needs their states before, and
-        that costs less: where every pass fetches weights, or, beside other rows, where it computes no padding.
+        The pass of the next step reads the ends of prompts, before the trees, if nothing needs their states earlier:
+        that saves a pass.  Rows that join do without where it costs more: beside other rows, a pass that pads them all
+        to the longest prompt, and fetches no weights, computes mostly padding.
 
         Args:
             rows: the sequences.
@@ -207,8 +208,9 @@ class Openings:
         texts = [row.text for row in rows]
         sizes = first, end + nodes, aux_layers, self.decoder.graphs
         target = self.store.open(model, texts, *sizes, owners=self._owners())
-        fetches = model.dispatched and not aux_layers and not model.stateful
-        return target, fetches or (joining and target.run.packs)
+        needed = aux_layers and not (joining and target.run.packs)
+        pads = joining and not (target.run.packs or model.dispatched)
+        return target, not (needed or pads or model.stateful)
 
     def draft(self, number: int, newcomers: Newcomers) -> Drafting:
         """Open a session of a draft for rows.
