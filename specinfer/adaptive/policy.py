@@ -310,9 +310,7 @@ class Auto(Policy):
             self.costs.earn(rows, sum(map(len, tokens)), modelled)
             if self.levels:
                 self.acceptance.observe(self.grown, tokens)
-            reading = dict[int, float]()
-            if not self.frozen:
-                reading = self._reading(levels, proposing)
+            reading = {} if self.frozen else self._reading(levels, proposing)
             if not self.frozen and seconds is not None:
                 modelled = min(seconds - sum(reading.values()), FAR * modelled)
             self._judge(trees, paths, levels, modelled, reading)

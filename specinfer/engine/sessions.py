@@ -185,9 +185,9 @@ class Openings:
     def target(self, rows: Sequence[Row], joining: bool = False) -> tuple[TreeSession, bool]:
         """Open a session of the target for rows.
 
-        The pass of the next step reads the ends of prompts, before the trees, if nothing needs their states earlier:
-        that saves a pass.  Rows that join do without where it costs more: beside other rows, a pass that pads them all
-        to the longest prompt, and fetches no weights, computes mostly padding.
+        The pass of the next step reads the ends of prompts, before the trees, which saves a pass.  It does not where
+        drafts need their states earlier, nor beside other rows where that costs more: a pass that pads all rows to the
+        longest prompt, and fetches no weights, computes mostly padding.
 
         Args:
             rows: the sequences.
