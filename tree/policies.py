@@ -143,9 +143,9 @@ class Policy(ABC):
             trees: that the target scored, one per row.
             paths: accepted nodes, root excluded.
             tokens: that each row emitted.
-            proposing: seconds of each draft.
-            seconds: of the whole step, drafts included; None if its pass read a prompt as well, or was the first of its
-                shape.
+            proposing: seconds of each draft; 0 if a pass was the first of its shape.
+            seconds: of the whole step, drafts included; None if its pass read a prompt as well, or a pass was the first
+                of its shape.
         """
 
     def room(self) -> tuple[tuple[int, int], tuple[int, int]]:
