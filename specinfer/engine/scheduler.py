@@ -124,13 +124,13 @@ class Decoding:
         *proposing, decoding = self.decoder.target.ranks.largest(
             [*(seconds for _, seconds in spent.drafting), spent.seconds.decoding]
         )
-        alike = not spent.first  # passes that later ones will be like
+        usual = not spent.first  # passes that later ones will be like
         self._batch.policy.observe(
             trees=[step.tree for _, step in emitted],
             paths=[step.path for _, step in emitted],
             tokens=[step.tokens for _, step in emitted],
-            proposing=proposing if alike else [0.0] * len(proposing),
-            seconds=decoding if spent.passes and alike else None,
+            proposing=proposing if usual else [0.0] * len(proposing),
+            seconds=decoding if spent.passes and usual else None,
         )
 
     def end(self, request: Request, reason: str | None = None) -> None:
