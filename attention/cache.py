@@ -130,8 +130,8 @@ class TreeCache(Cache):
 
     Args:
         rows: sequences in the batch.
-        capacity: slots per row allocated at first; doubles when a pass needs more.  When rows join and no row needs
-            half of what there is, it shrinks to the first value again.
+        capacity: slots per row allocated at first; doubles when a pass needs more.  When rows join and need new
+            buffers, these have as many as theirs; when no row needs half of what there is, it shrinks again.
         max_capacity: the most slots per row; beyond it ``stage`` raises `CacheError`.
         uniform_layers: how many layers have the shape of the first one, as far as is known; they share a tensor.
         fixed: let passes attend to few different numbers of slots, and write where `slots` says.  Then passes over one
@@ -319,8 +319,10 @@ class TreeCache(Cache):
         longest = max((*self.lengths, *other.lengths), default=0)
         self._reserve(longest)
         self._open_layers_of(other)
-        enough = max(longest, self.first_capacity)  # perhaps long rows have left
-        self._resize(self.rows + other.rows, enough if 2 * enough < self.capacity and not self.fixed else self.capacity)
+        enough, rows = max(longest, self.first_capacity, other.first_capacity), self.rows + other.rows
+        shrinks = 2 * enough < self.capacity and not self.fixed  # perhaps long rows have left
+        moves = any(rows > stack.data.shape[1] for stack in chain(*self.stacks))
+        self._resize(rows, enough if shrinks or (moves and enough > self.capacity) else self.capacity)
         if other.layers:
             for mine, theirs in zip(chain(*self.stacks), chain(*other.stacks), strict=True):
                 mine.take(theirs.data, self.rows, other.lengths)

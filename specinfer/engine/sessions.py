@@ -203,7 +203,7 @@ class Openings:
         usual, most = (count * max(1, proposing) for count, _ in self._tree_sizes())
         # trees of many rows are small, and passes read wide caches more slowly; graphs are lost when a cache grows
         usual = usual if self.decoder.graphs else usual // len(rows)
-        first = longest if joining else min(end, longest + FIRST_TOKENS) + size_bucket(1 + usual)
+        first = min(end, longest + FIRST_TOKENS) + size_bucket(1 + usual)
         nodes = size_bucket(1 + most)
         texts = [row.text for row in rows]
         sizes = first, end + nodes, aux_layers, self.decoder.graphs

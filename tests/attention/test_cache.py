@@ -221,6 +221,24 @@ def test_a_cache_is_small_again_when_long_rows_have_left() -> None:
     assert sizes[0][1] > 5 * small
 
 
+def test_a_cache_that_moves_as_others_join_has_room_for_them() -> None:
+    """It is copied anyway; where their rows fit, nothing moves before the room is needed."""
+    cache = TreeCache(1, 8, 200)
+    feed(cache, 5, 1)
+    cache.keep([range(5)])
+    for room, capacity in ((30, 30), (60, 30)):
+        other = TreeCache(1, room, 200)
+        feed(other, 6, room)
+        other.keep([range(6)])
+        cache.join(other)
+        assert cache.capacity == capacity
+    before = pointers(cache)
+    feed(cache, 24, 2)
+    assert pointers(cache) == before
+    feed(cache, 1, 3)
+    assert cache.capacity == 60
+
+
 def test_capacity_grows_to_what_one_pass_needs() -> None:
     cache = TreeCache(1, 4, max_capacity=100)
     feed(cache, 30, 0)

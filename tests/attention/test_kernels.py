@@ -142,6 +142,7 @@ def test_a_node_that_sees_nothing_gets_numbers(kernels: Any) -> None:
     found = attended(kernels, queries, keys, values, mask)
     assert found.isfinite().all()
     assert found[:, :, [0, 2]].equal(seen[:, :, [0, 2]])
+    assert attended(kernels, queries, keys, values, torch.full_like(mask, HIDDEN)).isfinite().all()
 
 
 @pytest.mark.parametrize("sizes", [(5,), (1, 1, 1), (3, 1, 20, 7), (20, 20)])
@@ -168,6 +169,18 @@ def test_attention_has_the_same_bits_in_every_pass(kernels: Any, size: int, widt
             torch.zeros(1, 1, 1, len(seen)),
         )
         assert alone.equal(together[row : row + 1, :, node : node + 1])
+
+
+def test_a_short_row_beside_a_long_one_reads_its_own_slots(kernels: Any) -> None:
+    """Behind them the cache holds what would spread: zero times not-a-number."""
+    queries, keys, values, mask = drawn(2, 2, 3, 4, 150, 24, 40)
+    alone = attended(kernels, queries, keys[:, :, :70], values[:, :, :70], mask[..., :70].clone())
+    mask[0, ..., 70:] = HIDDEN
+    for states in (keys, values):
+        states[0, :, 80:] = torch.nan  # 70 to 79 may be read with the last ones
+    together = attended(kernels, queries, keys, values, mask)
+    assert together[0].equal(alone[0])
+    assert together[1].isfinite().all()
 
 
 def multiplied(function: Callable[..., int], states: Tensor, packed: Tensor, outputs: int) -> Tensor:

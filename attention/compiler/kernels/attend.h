@@ -7,7 +7,8 @@
 // what its token gets when the path to it was decoded alone, into slots without gaps.
 //
 // Scores are made for LANES slots at a time, whose keys are transposed once for all queries of a task.  Slots that no
-// query of a task sees are skipped.
+// query of a task sees are skipped.  Memory is asked for in advance, in the order in which it is read: keys, values, the
+// next task's keys; but no slots behind the last one that is seen, of which caches have many.
 //
 // In a packed pass the nodes of all rows are one row, and each has the number of its row of keys and values.
 
@@ -29,7 +30,7 @@
 namespace specinfer {
 
 constexpr int QUERIES = LANES * 3 / 4;  // of a task at most: registers hold the sums of so many
-constexpr int64_t AHEAD = 64;           // slots whose values are asked for in advance, and ...
+constexpr int64_t AHEAD = 64;           // slots whose values are asked for in advance, at most, and ...
 constexpr int64_t KEYS_AHEAD = 32;      // ... those whose keys are
 constexpr float HIDDEN = -1e37f;        // a mask's entries below this hide a slot
 constexpr float NOTHING = -INFINITY;    // the score of what is no slot
@@ -120,6 +121,36 @@ struct Buffers {
     bool* seen;             // of LANES slots each, whether a query sees one
 };
 
+// What is read when some slots have been.
+struct Next {
+    const float* data;
+    int64_t stride;
+
+    // What is read `ahead` slots after one, which `left` slots end with.
+    const float* after(const float* slot, int64_t slot_stride, int64_t left, int64_t ahead) const {
+        return ahead < left ? slot + ahead * slot_stride : data + (ahead - left) * stride;
+    }
+};
+
+// Whether one of R queries sees one of `count` slots, LANES at most.
+template <int R>
+SPECINFER_INLINE bool sees(const float* const* masks, int64_t first, int64_t count) {
+    if (count < LANES) {
+        for (int r = 0; r < R; r++)
+            if (std::any_of(masks[r] + first, masks[r] + first + count, [](float entry) { return entry > HIDDEN; }))
+                return true;
+        return false;
+    }
+    Floats largest = load(masks[0] + first);
+    for (int r = 1; r < R; r++) {
+        const Floats next = load(masks[r] + first);
+        largest = next > largest ? next : largest;
+    }
+    bool seen = false;
+    for (int lane = 0; lane < LANES; lane++) seen |= largest[lane] > HIDDEN;
+    return seen;
+}
+
 // Scores of R queries over LANES slots, with the keys of those; the masks are in their place.  Other keys are asked
 // for meanwhile.
 template <int R>
@@ -138,29 +169,31 @@ SPECINFER_INLINE void score(const Buffers& own, int64_t first, int64_t size, flo
     }
 }
 
-// Turn scores into weights that are not divided by their sum yet; return whether the query sees a slot.
-SPECINFER_INLINE bool weigh(float* scores, int64_t padded) {
+// Turn scores into weights that are not divided by their sum yet.
+SPECINFER_INLINE void weigh(float* scores, int64_t end) {
     Floats largest = load(scores);
-    for (int64_t s = LANES; s < padded; s += LANES) {
+    for (int64_t s = LANES; s < end; s += LANES) {
         const Floats next = load(scores + s);
         largest = next > largest ? next : largest;
     }
     float most = largest[0];
     for (int lane = 1; lane < LANES; lane++) most = std::max(most, (float)largest[lane]);
-    for (int64_t s = 0; s < padded; s += LANES) store(scores + s, exponential(load(scores + s) - most));
-    return most > HIDDEN;
+    for (int64_t s = 0; s < end; s += LANES) store(scores + s, exponential(load(scores + s) - most));
 }
 
 // Sums of 2 LANES dimensions of the values, (R, 2 LANES).
 template <int R>
-SPECINFER_INLINE void mix(const Buffers& own, const float* values, int64_t stride, bool all, float* sums) {
+SPECINFER_INLINE void mix(const Buffers& own, const float* values, int64_t stride, int64_t slots, const Next& next,
+                          float* sums) {
+    const int64_t ahead = std::min(AHEAD, slots);
     Floats low[R] = {}, high[R] = {};
-    for (int64_t from = 0; from < own.slots; from += LANES) {
-        if (!all && !own.seen[from / LANES]) continue;
-        const int64_t to = std::min(from + LANES, own.slots);
+    for (int64_t from = 0; from < slots; from += LANES) {
+        if (!own.seen[from / LANES]) continue;
+        const int64_t to = std::min(from + LANES, slots);
         for (int64_t s = from; s < to; s++) {
-            __builtin_prefetch(values + (s + AHEAD) * stride, 0, 2);
-            __builtin_prefetch(values + (s + AHEAD) * stride + LINE, 0, 2);
+            const float* later = next.after(values + s * stride, stride, slots - s, ahead);
+            __builtin_prefetch(later, 0, 2);
+            __builtin_prefetch(later + LINE, 0, 2);
             const Floats first = load(values + s * stride), second = load(values + s * stride + LANES);
 #pragma GCC unroll 16
             for (int r = 0; r < R; r++) {
@@ -179,9 +212,9 @@ SPECINFER_INLINE void mix(const Buffers& own, const float* values, int64_t strid
 
 // Sums of the weights of R queries.
 template <int R>
-SPECINFER_INLINE void add_up(const Buffers& own, float* totals) {
+SPECINFER_INLINE void add_up(const Buffers& own, int64_t slots, float* totals) {
     float sums[R] = {};
-    for (int64_t s = 0; s < own.slots; s++)
+    for (int64_t s = 0; s < slots; s++)
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) sums[r] += own.weights[r * own.padded + s];
     memcpy(totals, sums, sizeof sums);
@@ -196,38 +229,43 @@ struct Run {
 // Queries first .. first + R - 1 of a run's that read the keys of one head; they are ordered by head, then by node.
 template <int R>
 void attend(const Buffers& own, const Tensor4& results, const Tensor4& queries, const Tensor4& keys,
-            const Tensor4& values, const Tensor4& mask, const Run& run, int64_t head, int64_t first, float scale) {
-    const int64_t size = queries.sizes[3], width = values.sizes[3], row = run.row;
+            const Tensor4& values, const Tensor4& mask, const Run& run, int64_t head, int64_t first, float scale,
+            const float* next) {
+    const int64_t size = queries.sizes[3], width = values.sizes[3], row = run.row, stride = keys.strides[2];
     const int64_t group = queries.sizes[1] / keys.sizes[1];
+    const float* masks[R];
     for (int r = 0; r < R; r++) {
         const int64_t node = run.from + (first + r) % run.count, of = head * group + (first + r) / run.count;
         std::copy_n(queries.at(run.batch, of, node), size, own.queries + r * size);
-        float* scores = std::copy_n(mask.at(run.batch, 0, node), own.slots, own.weights + r * own.padded);
-        std::fill_n(scores, own.padded - own.slots, NOTHING);
+        masks[r] = mask.at(run.batch, 0, node);
     }
-    for (int64_t s = 0; s < own.padded; s += LANES) {
-        bool seen = false;
-        for (int r = 0; r < R; r++)
-            for (int lane = 0; lane < LANES; lane++) seen |= own.weights[r * own.padded + s + lane] > HIDDEN;
-        if ((own.seen[s / LANES] = seen)) {
-            const float* next = keys.at(row, head, s);
-            turn(next, keys.strides[2], std::min<int64_t>(LANES, own.slots - s), size, own.keys);
-            score<R>(own, s, size, scale, next + KEYS_AHEAD * keys.strides[2]);
+    int64_t end = 0;  // of the last LANES slots that are seen
+    for (int64_t s = 0; s < own.slots; s += LANES)
+        if ((own.seen[s / LANES] = sees<R>(masks, s, std::min<int64_t>(LANES, own.slots - s)))) end = s + LANES;
+    if (!end) own.seen[0] = true, end = LANES;  // what a query that sees nothing gets is not read, but is a number
+    const int64_t slots = std::min(end, own.slots);
+    for (int r = 0; r < R; r++)
+        std::fill_n(std::copy_n(masks[r], slots, own.weights + r * own.padded), end - slots, NOTHING);
+    const Next first_values{values.at(row, head), values.strides[2]};
+    for (int64_t s = 0; s < end; s += LANES)
+        if (own.seen[s / LANES]) {
+            const float* block = keys.at(row, head, s);
+            turn(block, stride, std::min<int64_t>(LANES, own.slots - s), size, own.keys);
+            score<R>(own, s, size, scale, first_values.after(block, stride, end - s, std::min(KEYS_AHEAD, end)));
         }
-    }
-    bool all = false;  // what a query that sees nothing gets is never read, but has to be numbers
-    for (int r = 0; r < R; r++) all |= !weigh(own.weights + r * own.padded, own.padded);
+    for (int r = 0; r < R; r++) weigh(own.weights + r * own.padded, end);
     float totals[R], sums[R * 2 * LANES];
-    add_up<R>(own, totals);
+    add_up<R>(own, slots, totals);
     for (int64_t from = 0; from < width; from += 2 * LANES) {
         const int64_t count = std::min<int64_t>(2 * LANES, width - from);
         const float* part = values.at(row, head) + from;
         int64_t stride = values.strides[2];
         if (count < 2 * LANES) {  // the last dimensions do not fill two registers
-            for (int64_t s = 0; s < own.slots; s++) std::copy_n(part + s * stride, count, own.values + s * 2 * LANES);
+            for (int64_t s = 0; s < slots; s++) std::copy_n(part + s * stride, count, own.values + s * 2 * LANES);
             part = own.values, stride = 2 * LANES;
         }
-        mix<R>(own, part, stride, all, sums);
+        const bool last = from + 2 * LANES >= width;
+        mix<R>(own, part, stride, slots, last ? Next{next, 2 * LINE} : Next{part + 2 * LANES, stride}, sums);
         for (int r = 0; r < R; r++) {
             const int64_t node = run.from + (first + r) % run.count, of = head * group + (first + r) / run.count;
             float* result = results.at(run.batch, of, node) + from;
@@ -237,7 +275,7 @@ void attend(const Buffers& own, const Tensor4& results, const Tensor4& queries, 
 }
 
 using Attend = void (*)(const Buffers&, const Tensor4&, const Tensor4&, const Tensor4&, const Tensor4&, const Tensor4&,
-                        const Run&, int64_t, int64_t, float);
+                        const Run&, int64_t, int64_t, float, const float*);
 
 template <int... R>
 Attend attention(int64_t queries, std::integer_sequence<int, R...>) {
@@ -292,9 +330,10 @@ inline void attend_all(const Tensor4& results, const Tensor4& queries, const Ten
         const Buffers own{slots, padded, numbers.get(), keys_at, weights_at, weights_at + QUERIES * padded, seen.get()};
 #pragma omp for
         for (size_t index = 0; index < tasks.size(); index++) {
-            const Task& task = tasks[index];
+            const Task &task = tasks[index], &next = tasks[std::min(index + 1, tasks.size() - 1)];
             const auto run = attention(task.to - task.from, std::make_integer_sequence<int, QUERIES>());
-            run(own, results, queries, keys, values, mask, runs[task.run], task.head, task.from, scale);
+            run(own, results, queries, keys, values, mask, runs[task.run], task.head, task.from, scale,
+                keys.at(runs[next.run].row, next.head));
         }
     }
 }
