@@ -130,12 +130,15 @@ class TreeCache(Cache):
 
     Args:
         rows: sequences in the batch.
-        capacity: slots per row allocated at first; doubles when a pass needs more.  When rows join and need new
-            buffers, these have as many as theirs; when no row needs half of what there is, it shrinks again.
+        capacity: slots per row allocated at first; doubles when a pass needs more.  When rows join and no row needs
+            half of what there is, it shrinks to the first value again.
         max_capacity: the most slots per row; beyond it ``stage`` raises `CacheError`.
         uniform_layers: how many layers have the shape of the first one, as far as is known; they share a tensor.
         fixed: let passes attend to few different numbers of slots, and write where `slots` says.  Then passes over one
             number of slots do the same work for all lengths, as a CUDA graph needs.
+
+    Attributes:
+        first_capacity: slots per row that rows want at first; a cache that rows join, and that moves, gets theirs.
 
     Memory is ``2 * layers * rows * kv_heads * capacity * head_dim`` elements (see `nbytes`), and two and a half times
     that while it doubles; on a CPU, only pages that were written to take some, of 2 MB where the system has them.  Only

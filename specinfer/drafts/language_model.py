@@ -26,7 +26,7 @@ from specinfer.common.tensors import padded_width
 from specinfer.common.values import checked_names
 from specinfer.drafts.rows import CATCH_UP, CachedRows, LevelRows, begun, state_columns
 from specinfer.engine.draft import Committed, Draft, DraftContext, Scored, States
-from specinfer.engine.store import Cached
+from specinfer.engine.prefixes import Cached
 from specinfer.errors import InputError
 from specinfer.tree import Frontier, Growth, Policy, Source
 

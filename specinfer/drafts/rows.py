@@ -17,7 +17,7 @@ from specinfer.common.tensors import on_device
 from specinfer.drafts.ranking import largest
 from specinfer.engine.draft import Clocked, Committed, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import DRAFT, SILENT, key
-from specinfer.engine.store import Cached
+from specinfer.engine.prefixes import Cached
 from specinfer.tree import Frontier, draw_candidates
 
 CANDIDATES = 128  # tokens per node that processors and noise see in a coupled draft, if there are processors

@@ -40,7 +40,7 @@ from specinfer.drafts.language_model import ModelDraft, ModelDraftSession, fed_p
 from specinfer.drafts.rows import log_chances
 from specinfer.drafts.two_tokenizers import TAIL, RowText, Translation
 from specinfer.engine.draft import Committed, DraftContext, Scored, States
-from specinfer.engine.store import Cached
+from specinfer.engine.prefixes import Cached
 from specinfer.errors import TokenizerMismatch, UnsupportedModel
 from specinfer.tree import Forest, Frontier, Kind, Policy, TokenTree
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel
 from specinfer.engine.gumbel import Coupling
+from specinfer.engine.prefixes import Cached
 from specinfer.engine.processors import Processors
-from specinfer.engine.store import Cached
 from specinfer.errors import CHECK_WEIGHTS, InputError, NumericalError, TreeError
 from specinfer.tree import Forest, Growth, Policy, Source, TokenTree
 

@@ -18,8 +18,9 @@ from specinfer.attention.model import PREFILL_CHUNK
 from specinfer.common.tensors import concat, size_bucket
 from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, DraftSession, Scored, States
 from specinfer.engine.gumbel import SILENT
+from specinfer.engine.prefixes import Cached, cache_of
 from specinfer.engine.sequence import Row
-from specinfer.engine.store import Beginning, Cached, Owners, PrefixStore, StoringSession, cache_of
+from specinfer.engine.store import Beginning, Owners, PrefixStore, StoringSession
 from specinfer.engine.verify import ExactMatch, Verifier
 from specinfer.results import Seconds
 from specinfer.tree import Forest, Policy
@@ -206,8 +207,9 @@ class Openings:
         first = min(end, longest + FIRST_TOKENS) + size_bucket(1 + usual)
         nodes = size_bucket(1 + most)
         texts = [row.text for row in rows]
-        sizes = first, end + nodes, aux_layers, self.decoder.graphs
+        sizes = longest if joining else first, end + nodes, aux_layers, self.decoder.graphs
         target = self.store.open(model, texts, *sizes, owners=self._owners())
+        target.cache.first_capacity = first
         needed = aux_layers and not (joining and target.run.packs)
         pads = joining and not (target.run.packs or model.dispatched)
         return target, not (needed or pads or model.stateful)

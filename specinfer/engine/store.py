@@ -4,7 +4,6 @@ Knows: token ids, sessions of models and their caches, how much memory is free.
 Does not know: rows, how they are decoded, how drafts read.
 
     text      what a row shares with others: its ids, and the salt that others must have
-    cached    tokens that one model has read: a row of a cache
     prefix    tokens that the target has read, and what drafts have read of them; the target's hidden states of those
               that a draft which needs them has not read yet
 
@@ -18,16 +17,15 @@ from math import inf
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from specinfer.attention import TreeCache, TreeModel, TreeSession
+from specinfer.attention import TreeModel, TreeSession
 from specinfer.common.memory import free_bytes
 from specinfer.common.tensors import concat
 from specinfer.common.values import plain
+from specinfer.engine.prefixes import LEAST, Cached, Found, Prefix, Prefixes
 from specinfer.errors import InputError
 
-LEAST = 16  # tokens of a beginning; shorter ones are not worth a pass of their own
 STEPS = 32  # after which states that no draft needs any more are dropped
 MEGABYTE = 10**6
 SHARE = 0.25  # of the memory that is free, or taken by prefixes already
@@ -54,87 +52,6 @@ class Text:
         return self.ids[:-1]
 
 
-@dataclass(eq=False, repr=False)
-class Cached:
-    """Tokens that one model has read.
-
-    Attributes:
-        ids: (n,).
-        cache, row: where their keys and values are.
-        owner: whose they are: another session of the same owner can begin with them.
-    """
-
-    ids: Sequence[int] | np.ndarray
-    cache: TreeCache
-    row: int = 0
-    owner: object = None
-
-    def common(self, ids: Sequence[int] | np.ndarray) -> int:
-        """Return how many tokens, of (m,) ids, these ones begin with."""
-        size = min(len(self.ids), len(ids))
-        differ = np.asarray(self.ids[:size]) != np.asarray(ids[:size])
-        return int(differ.argmax()) if differ.any() else size
-
-    def copy(self) -> "Cached":
-        """Return the same in a cache of its own."""
-        ids = np.array(self.ids, np.int64)
-        return Cached(ids, self.cache.copy_of(self.row, len(ids)), 0, self.owner)
-
-
-@dataclass(eq=False, repr=False)
-class Prefix:
-    """Tokens that were read.
-
-    Attributes:
-        key: of those that may share it.
-        caches: the target's, then those of drafts.
-        first: the first token whose auxiliary hidden states are known.
-        states: they, (m, K, H) each; none without `TreeSession.aux_layers`.
-    """
-
-    key: tuple[object, ...]
-    caches: Sequence[Cached]
-    first: int = 0
-    states: Sequence[Tensor] = ()
-
-    @property
-    def ids(self) -> np.ndarray:
-        """The tokens that the target has read, (n,)."""
-        return np.asarray(self.caches[0].ids)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of caches and states."""
-        return sum(cached.cache.nbytes for cached in self.caches) + sum(states.nbytes for states in self.states)
-
-    def reach(self, ids: np.ndarray, owners: Sequence[object]) -> int:
-        """Return how many tokens, of (m,) ids, a row can begin with.
-
-        They are those in common, as far as owners of caches who need hidden states get all that they have not read.
-        The last token that one has read is read again by the target, if its states are not known: they choose the next.
-        """
-        common = self.caches[0].common(ids)
-        read = [max(0, min(common, _length(cache_of(owner, self.caches[1:]))) - 1) for owner in owners]
-        return min([common, *(length for length in read if length < self.first)])
-
-    def states_of(self, length: int) -> list[Tensor]:
-        """Return a copy of the states that are known of so many tokens, in one tensor, if there are any."""
-        known = length - self.first
-        return [torch.cat([*self.states])[:known].clone()] if self.states and known > 0 else []
-
-    def replaces(self, other: "Prefix") -> bool:
-        """Whether what begins with another prefix can begin with this one, and with as much of every cache."""
-        if self.key != other.key or self.caches[0].common(other.ids) < len(other.ids):
-            return False
-        mine, theirs = self.caches[1:], other.caches[1:]
-        return all(_length(cache_of(cached.owner, mine)) >= len(cached.ids) for cached in theirs)
-
-    def copy(self) -> "Prefix":
-        """Return the same in caches of its own."""
-        caches = [cached.copy() for cached in self.caches]
-        return Prefix(self.key, caches, self.first, self.states_of(len(self.ids)))
-
-
 class Beginning(NamedTuple):
     """What a row begins with: the target's auxiliary hidden states that are known of it, and what drafts have read."""
 
@@ -153,7 +70,6 @@ class Reads(Protocol):
 
 
 Owners = Sequence[tuple[object, float]]  # who needs hidden states, and how many tokens its context has
-Found = tuple[Prefix | None, int]  # a prefix, and how many of its tokens a text begins with; none: (None, 0)
 
 
 class PrefixStore:
@@ -169,7 +85,7 @@ class PrefixStore:
         wanted: whether rows that leave now are kept; by default all are.
 
     Attributes:
-        prefixes: the least recently used first.
+        prefixes: what it holds.
 
     Raises:
         InputError: no number, or a negative one.
@@ -182,7 +98,7 @@ class PrefixStore:
                 f"megabytes={megabytes!r:.60}: give the memory that prefixes may take, 0 for none, or None"
             )
         self.megabytes, self.wanted = size, wanted
-        self.prefixes: list[Prefix] = []
+        self.prefixes = Prefixes()
 
     @property
     def nbytes(self) -> int:
@@ -191,7 +107,7 @@ class PrefixStore:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.prefixes = []
+        self.prefixes = Prefixes()
 
     @property
     def keeps(self) -> bool:
@@ -225,20 +141,27 @@ class PrefixStore:
         if not isinstance(session, StoringSession):
             return [Beginning(None, ())] * len(session.cache.lengths)
         rows = [(row.text, session.key(row.text), np.array(row.text.prompt, np.int64)) for row in session.rows]
-        found = [*self.prefixes, *(beside.read() if isinstance(beside, StoringSession) else ())]
-        for number, (text, key, ids) in enumerate(rows):
-            known, length = _longest(found, key, ids, session.needing(text))
-            earlier = [Prefix(other, [Cached(prompt, session.cache)]) for _, other, prompt in rows[:number]]
-            shared = _longest(earlier, key, ids)[1]
+        found, earlier = Prefixes(), Prefixes()  # beside those of the store
+        for read in beside.read() if isinstance(beside, StoringSession) else ():
+            found.add(read)
+
+        def longest(text: Text, key: tuple[object, ...], ids: np.ndarray) -> Found:
+            owners = session.needing(text)
+            return max((each.longest(key, ids, owners) for each in (self.prefixes, found)), key=lambda it: it.length)
+
+        for text, key, ids in rows:
+            known, length = longest(text, key, ids)
+            shared = earlier.longest(key, ids).length
             if shared - length >= LEAST:
-                found.append(session.beginning(text, ids[:shared], known, length))
+                found.add(session.beginning(text, ids[:shared], known, length))
                 length = shared
             text.cached = length
-        for row, (text, key, ids) in enumerate(rows):
-            prefix, length = _longest(found, key, ids, session.needing(text))
+            earlier.add(Prefix(key, [Cached(ids, session.cache)]))
+        for row, each in enumerate(rows):
+            prefix, length = longest(*each)
             if prefix:
                 session.begin(row, prefix, length)
-                self._use(prefix)
+                self.prefixes.use(prefix)
         return [Beginning(concat(row.states), row.caches) for row in session.rows]
 
     def release(self, session: TreeSession) -> None:
@@ -256,22 +179,19 @@ class PrefixStore:
         """
         if len(read.ids) < LEAST or read.key[0] is None or not self.keeps:
             return
-        if known := next((prefix for prefix in self.prefixes if prefix.replaces(read)), None):
-            self._use(known)
+        if known := self.prefixes.replacing(read):
+            self.prefixes.use(known)
             return
-        self.prefixes = [*(prefix for prefix in self.prefixes if not read.replaces(prefix)), read.copy()]
+        for replaced in self.prefixes.replaced(read):
+            self.prefixes.remove(replaced)
+        self.prefixes.add(read.copy())
         limit = inf if self.megabytes is None else self.megabytes * MEGABYTE
         if self.megabytes is None:
             free = free_bytes(session.device)
             limit = SHARE * (self.nbytes + (UNKNOWN if free == inf else free))
         # processes that share a model drop the same prefixes
         while self.prefixes and session.model.ranks.largest([self.nbytes - limit])[0] > 0:
-            self.prefixes = self.prefixes[1:]
-
-    def _use(self, prefix: Prefix) -> None:
-        """Take note that a prefix was of use."""
-        if prefix in self.prefixes:
-            self.prefixes = [*(other for other in self.prefixes if other is not prefix), prefix]
+            self.prefixes.remove(next(iter(self.prefixes)))
 
 
 @dataclass(eq=False, repr=False)
@@ -412,22 +332,3 @@ def checked_salt(salt: object) -> str:
     if salt is not None and not isinstance(salt, str):
         raise InputError(f"cache_salt={salt!r:.60} is not a string: give one that all who may share have in common")
     return salt or ""
-
-
-def cache_of(owner: object, caches: Sequence[Cached]) -> Cached | None:
-    """Return the first cache of an owner; None if there is none, or nobody owns it."""
-    return next((cached for cached in caches if owner is not None and cached.owner is owner), None)
-
-
-def _length(cached: Cached | None) -> int:
-    """Return how many tokens were read."""
-    return len(cached.ids) if cached else 0
-
-
-def _longest(prefixes: Sequence[Prefix], key: object, ids: np.ndarray, owners: Sequence[object] = ()) -> Found:
-    """Return the prefix that a text can begin with most of, the latest of several, and how much, unless too little."""
-    found: Found = None, 0
-    for prefix in prefixes:
-        if prefix.key == key and (length := prefix.reach(ids, owners)) >= max(LEAST, found[1]):
-            found = prefix, length
-    return found

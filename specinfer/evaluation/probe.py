@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel
 from specinfer.engine.draft import Clocked, Committed, Draft, DraftContext, DraftSession, Scored, States
-from specinfer.engine.store import Cached
+from specinfer.engine.prefixes import Cached
 from specinfer.tree import Chain, Forest, Growth, Kind, Policy, Source
 
 

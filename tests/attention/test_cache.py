@@ -227,7 +227,8 @@ def test_a_cache_that_moves_as_others_join_has_room_for_them() -> None:
     feed(cache, 5, 1)
     cache.keep([range(5)])
     for room, capacity in ((30, 30), (60, 30)):
-        other = TreeCache(1, room, 200)
+        other = TreeCache(1, 6, 200)
+        other.first_capacity = room
         feed(other, 6, room)
         other.keep([range(6)])
         cache.join(other)

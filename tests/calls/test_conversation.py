@@ -10,7 +10,8 @@ from test_store import reading, windowed
 from specinfer import BestFirst, SpeculativeDecoder
 from specinfer.attention import TreeSession
 from specinfer.calls.run import Run
-from specinfer.engine.store import LEAST, PrefixStore
+from specinfer.engine.prefixes import LEAST
+from specinfer.engine.store import PrefixStore
 
 FIRST, MORE = [*range(60, 90)], [[7, 8, 9], [5], [200, 201]]
 NEW = 12

@@ -571,7 +571,7 @@ def test_a_row_that_fails_is_not_kept(target):
     failed = scheduler.add(made.prepare(prompt, logits_processor=[lambda ids, scores: scores * float("nan")], **GREEDY))
     drained(scheduler)
     assert isinstance(failed.error, NumericalError)
-    assert store.prefixes == []
+    assert not list(store.prefixes)
 
 
 def test_a_function_that_a_step_calls_cannot_take_another(target):

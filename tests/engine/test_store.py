@@ -16,8 +16,9 @@ from specinfer import BestFirst, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, resumed
 from specinfer.common.tensors import concat
 from specinfer.drafts.rows import DraftRows
+from specinfer.engine.prefixes import LEAST, Prefix, cache_of
 from specinfer.engine.sessions import CHUNK
-from specinfer.engine.store import LEAST, SHARE, STEPS, Prefix, PrefixStore, Text, cache_of
+from specinfer.engine.store import SHARE, STEPS, PrefixStore, Text
 from specinfer.errors import CacheError, InputError
 
 LONG = [*range(60, 60 + 3 * LEAST)]
@@ -320,8 +321,9 @@ def test_what_drafts_read_outlives_the_row_that_it_is_copied_from(target, drafts
     drained(scheduler)
     assert late.result.stats.cached_tokens == len(LONG)
     assert late.result.token_ids == made.generate(lengthy, max_new_tokens=9, **options).token_ids
-    assert len(store.prefixes[-1].caches) == 2
-    assert_read_as_alone(made, store.prefixes[-1])
+    *_, latest = store.prefixes
+    assert len(latest.caches) == 2
+    assert_read_as_alone(made, latest)
 
 
 def test_rows_that_share_say_so(target):
@@ -355,7 +357,7 @@ def test_a_store_of_no_size_shares_nothing(target):
         requests = [scheduler.add(made.prepare([*LONG, 3], max_new_tokens=3)) for _ in range(2)]
         drained(scheduler)
         assert [request.result.stats.cached_tokens for request in requests] == [0, 0]
-    assert store.prefixes == []
+    assert not list(store.prefixes)
     for size in (-1, "much", float("nan"), True):
         with pytest.raises(InputError, match="megabytes"):
             PrefixStore(size)
@@ -504,7 +506,7 @@ def test_a_model_that_keeps_states_reads_everything():
         drained(scheduler)
         assert request.result.stats.cached_tokens == 0
         assert any("reads every prompt whole" in note for note in request.result.stats.notes)
-    assert store.prefixes == []
+    assert not list(store.prefixes)
     scheduler = made.scheduler(store=PrefixStore(0))  # which nobody expects to find something in
     request = scheduler.add(made.prepare([*range(5, 35)], max_new_tokens=4, temperature=0))
     drained(scheduler)
