@@ -37,14 +37,14 @@ class Timed(Auto):
         super().__init__()
         self.spent = [0.0]  # shared with texts
 
-    def observe(self, trees: Any, paths: Any, tokens: Any, proposing: Any, seconds: float) -> None:
+    def observe(self, trees: Any, paths: Any, tokens: Any, proposing: Any, seconds: float, coming: int = 0) -> None:
         """Learn from a step, whatever the clock says."""
         levels = [self.levels.get(draft, 0) for draft in range(len(proposing))]
         proposing = [1e-3 * cost * count + 1e-9 for cost, count in zip(LEVELS, levels, strict=False)]
         rest = np.interp(max(map(len, trees)), TOKENS, PASS) + STEP[0] + STEP[1] * any(levels)
         seconds = 1e-3 * float(rest) + sum(proposing)
         self.spent[0] += seconds
-        super().observe(trees, paths, tokens, proposing, seconds)
+        super().observe(trees, paths, tokens, proposing, seconds, coming)
 
 
 class Fixed(Rate):

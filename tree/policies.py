@@ -136,6 +136,7 @@ class Policy(ABC):
         tokens: Sequence[Sequence[int]],
         proposing: Sequence[float],
         seconds: float | None,
+        coming: int = 0,
     ) -> None:
         """Learn from a step.
 
@@ -146,6 +147,7 @@ class Policy(ABC):
             proposing: seconds of each draft; 0 if a pass was the first of its shape.
             seconds: of the whole step, drafts included; None if its pass read a prompt as well, or a pass was the first
                 of its shape.
+            coming: rows that are about to join, whose prompts are being read.
         """
 
     def room(self) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -289,6 +289,7 @@ class Auto(Policy):
         tokens: Sequence[Sequence[int]],
         proposing: Sequence[float],
         seconds: float | None,
+        coming: int = 0,
     ) -> None:
         """Learn from a step.
 
@@ -298,6 +299,7 @@ class Auto(Policy):
             tokens: what each row emitted.
             proposing: seconds of each draft; next to nothing where it was not asked, or they say nothing of others.
             seconds: of the whole step, drafts included; None if that says nothing of others.
+            coming: rows that are about to join: drafts are chosen for all.
         """
         assert self.grown is not None, "a step is fitted before it is observed"
         with self.lock:
@@ -320,7 +322,7 @@ class Auto(Policy):
             self.warm = sum(1 << draft for draft, asked in self.levels.items() if asked)
             self.levels.clear()
             self.grown = None
-            self._choose(rows)
+            self._choose(rows + coming)
 
     def _time(self, rows: int, nodes: float, proposing: Sequence[float], rest: float) -> None:
         """Learn costs from a step's seconds: of each draft, and of the rest."""

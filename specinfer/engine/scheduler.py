@@ -131,6 +131,7 @@ class Decoding:
             tokens=[step.tokens for _, step in emitted],
             proposing=proposing if usual else [0.0] * len(proposing),
             seconds=decoding if spent.passes and usual else None,
+            coming=len(self.joining),
         )
 
     def end(self, request: Request, reason: str | None = None) -> None:

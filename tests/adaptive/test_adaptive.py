@@ -13,7 +13,7 @@ from strategies import PROPERTY, token_trees
 from world import BAD, GOOD, P, World
 
 from specinfer import Auto
-from specinfer.adaptive.experience import ALLOWANCE, REMEMBERED, STAKE, Acceptance, Average, Line, Seconds
+from specinfer.adaptive.experience import ALLOWANCE, REMEMBERED, STAKE, Acceptance, Average, DraftRecord, Line, Seconds
 from specinfer.adaptive.policy import FIRST_NODES, MAX_NODES, MOST, PLAIN_AGAIN
 from specinfer.errors import PolicyError
 from specinfer.tree import DenseSource, Draw, Forest, Frontier, Kind, TokenTree, merge
@@ -532,6 +532,19 @@ def test_reading_what_was_missed_is_no_part_of_a_drafts_cost():
         policy.grown = Forest.of([tree])
         policy.observe([tree], [(1,)], [(1, 2)], [9.0 if step == 0 else 1.0], 10.0)
     assert policy.costs.levels[0].value == pytest.approx(1.0, rel=0.01)
+
+
+def test_drafts_are_chosen_for_those_that_are_about_to_join():
+    """What did not pay with as many rows is not asked while they come."""
+    world = World([GOOD], flat(1.0), 0.01, rows=4)
+    policy, trees = world.policy, [TokenTree.root_only(0)] * 4
+    with_all = policy.learnt.records[1, (16).bit_length()] = [DraftRecord(0.0)]
+    with_all[0].wait()
+    for coming, idle in ((0, False), (12, True), (20, True), (0, False)):
+        policy.fit(Forest.of(trees))
+        policy.observe(trees, [()] * 4, [(9,)] * 4, [0.0], None, coming)
+        assert policy.idle == idle
+        assert (policy.records is with_all) == idle
 
 
 def test_a_step_that_read_a_prompt_too_teaches_what_is_accepted_and_no_costs():

@@ -16,7 +16,7 @@ from conftest import EOS_TEXT, PROMPTS, byte_tokenizer, counted, like, tiny_llam
 from schedules import run_at_random
 from test_heads import draft_for
 
-from specinfer import BestFirst, Sampled, SpeculativeDecoder
+from specinfer import Auto, BestFirst, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache
 from specinfer.drafts.lookup.ngram import NGramDraft
 from specinfer.engine.scheduler import LESSON
@@ -384,6 +384,30 @@ def test_a_prompt_is_read_at_once_if_nobody_is_under_way(roomy):
     assert [[request for request, _ in scheduler.step()] for _ in range(3)] == [[first], [first], [late]]
     drained(scheduler)
     assert late.result.token_ids == made.generate(LENGTHY, **GREEDY).token_ids
+
+
+def test_policies_are_told_who_is_about_to_join(roomy):
+    """As long as their prompts are read; the first chunk of one is read, and two wait."""
+    told = []
+
+    class Told(Auto):
+        """Keeps the numbers of rows, and of those that come."""
+
+        def observe(self, trees, *others, coming, **more):
+            told.append((len(trees), coming))
+            super().observe(trees, *others, coming=coming, **more)
+
+    made = decoder(roomy, [draft_for(roomy)], tree=Told())
+    scheduler = made.scheduler()
+    first = scheduler.add(made.prepare(PROMPTS[0], max_new_tokens=30, temperature=0))
+    scheduler.step()
+    for prompt in (LENGTHY, PROMPTS[1], PROMPTS[2]):
+        scheduler.add(made.prepare(prompt, **GREEDY))
+    while not first.done:
+        scheduler.step()
+    steps = len(LENGTHY) // CHUNK
+    assert told[: steps + 2] == [(1, 0), *[(1, 3)] * steps, (2, 2)]
+    drained(scheduler)
 
 
 @pytest.mark.parametrize("then", ["another", "nobody"])
