@@ -4,7 +4,7 @@
         --start "auto=python -m specinfer serve --port PORT" --server other=http://127.0.0.1:8002/v1 [--json]
 
 Any server of OpenAI's protocol is measured alike: one that runs, or one that is started with its command, in which PORT
-stands for a free port, and ended.  Each client asks for its next text when one has ended.  Per server
+stands for a free port, and ended.  Each client asks for its next text when one has ended, four at least.  Per server
 and number of clients: tokens a second of all texts, and the median and the 99th percentile of the time to the first
 token and of the time between two events of a stream, which may bring several tokens.  It needs the `openai` package.
 """
@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any, NamedTuple
@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import free_port, print_rows, read_prompts
 from openai import APIConnectionError, InternalServerError, OpenAI
+
+EACH = 4  # texts of a client, at least: with fewer most of the time passes as they come and go
 
 
 class Stream(NamedTuple):
@@ -95,7 +97,7 @@ def main() -> None:
     """Start servers, measure all in turns, and print a line for each and each number of clients."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--prompts", nargs="+", type=Path, required=True, help='JSON lines with "prompt" and "split"')
-    p.add_argument("--count", type=int, default=16, help="prompts in all, split evenly between the files")
+    p.add_argument("--count", type=int, default=16, help="prompts, split evenly between the files")
     p.add_argument("--max-new-tokens", type=int, default=64)
     p.add_argument("--server", action="append", default=[], help="name=URL")
     p.add_argument("--start", action="append", default=[], help="name=command, with PORT in it")
@@ -115,14 +117,15 @@ def main() -> None:
 
 def measured(servers: list[tuple[str, str]], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield the medians of the rounds, for each server and number of clients."""
-    prompts = read_prompts(args.prompts, args.count)
+    known = read_prompts(args.prompts, args.count)
     for clients in args.clients:
+        prompts = [*islice(cycle(known), max(args.count, EACH * clients))]
         found: dict[str, list[list[float]]] = {name: [] for name, _ in servers}
         for number in range(args.rounds):
             order = servers if number % 2 else servers[::-1]
             for name, url in order:
                 # a prompt is asked for once, or a store of prefixes would know it
-                mine = [f"{number} {clients}: {prompt}" for prompt in prompts]
+                mine = [f"{number} {clients} {index}: {prompt}" for index, prompt in enumerate(prompts)]
                 found[name].append(figures(load(url, mine, clients, args.max_new_tokens)))
         for name, rounds in found.items():
             rate, *times = np.median(rounds, 0).tolist()
