@@ -134,16 +134,16 @@ class Prefixes:
     def add(self, prefix: Prefix) -> None:
         """Take in a prefix, the most recently used."""
         names, prefixes = self._sorted.setdefault(prefix.key, ([], []))
-        place = bisect_right(names, name := _name(prefix.ids))
-        names.insert(place, name)
-        prefixes.insert(place, prefix)
+        index = bisect_right(names, name := _name(prefix.ids))
+        names.insert(index, name)
+        prefixes.insert(index, prefix)
         self._used[prefix] = None
 
     def remove(self, prefix: Prefix) -> None:
         """Drop a prefix."""
         names, prefixes = self._sorted[prefix.key]
-        place = prefixes.index(prefix, bisect_left(names, _name(prefix.ids)))
-        del names[place], prefixes[place], self._used[prefix]
+        index = prefixes.index(prefix, bisect_left(names, _name(prefix.ids)))
+        del names[index], prefixes[index], self._used[prefix]
         if not names:
             del self._sorted[prefix.key]
 
@@ -169,23 +169,23 @@ class Prefixes:
     def replaced(self, read: Prefix) -> list[Prefix]:
         """Return the prefixes that another one replaces: the text begins with all of their tokens."""
         names, prefixes = self._sorted.get(read.key, ([], []))
-        found, ids, place = list[Prefix](), read.ids, bisect_right(names, _name(read.ids))
-        while place:
-            prefix = prefixes[place - 1]
+        found, ids, index = list[Prefix](), read.ids, bisect_right(names, _name(read.ids))
+        while index:
+            prefix = prefixes[index - 1]
             common = prefix.caches[0].common(ids)
             if common < len(prefix.ids):  # so all between it and the text's first tokens are longer than these
                 ids = ids[:common]
-                place = bisect_right(names, _name(ids))
+                index = bisect_right(names, _name(ids))
                 continue
-            place -= 1
+            index -= 1
             found += [prefix] if read.replaces(prefix) else []
         return found
 
     def _nearest(self, key: object, ids: np.ndarray) -> Iterator[tuple[Prefix, int]]:
         """Yield prefixes, and how many tokens they have in common with a text; those with most first."""
         names, prefixes = self._sorted.get(key, ([], []))
-        place = bisect_left(names, _name(ids))
-        sides = [map(prefixes.__getitem__, side) for side in (range(place, len(names)), range(place - 1, -1, -1))]
+        index = bisect_left(names, _name(ids))
+        sides = [map(prefixes.__getitem__, side) for side in (range(index, len(names)), range(index - 1, -1, -1))]
         heads = [next(side, None) for side in sides]
         common = [head.caches[0].common(ids) if head else -1 for head in heads]
         while max(common) >= 0:
