@@ -140,9 +140,12 @@ class Answer(Generic[B]):
         room, asked = self.served.context - length, self.body.asked_tokens
         tokens = max(1, min(room, self.served.max_tokens or room)) if asked is None else asked
         if tokens > room:
-            sizes = f"{length} prompt tokens and {tokens} new ones exceed the context of {self.served.context} tokens"
-            advice = "shorten the prompt, or ask for less"
-            raise ApiError(400, f"{sizes}: {advice}", self.source, "context_length_exceeded")
+            most = (
+                f"this model's maximum context length is {self.served.context} tokens"  # clients look for these words
+            )
+            asked_for = f"{length} prompt tokens and {tokens} new ones exceed it: shorten the prompt, or ask for less"
+            code = "context_length_exceeded"  # ... and this one
+            raise ApiError(400, f"{most}, and {asked_for} ({code})", self.source, code)
         return tokens
 
     # ---- bodies and chunks ----
