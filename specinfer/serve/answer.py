@@ -140,11 +140,10 @@ class Answer(Generic[B]):
         room, asked = self.served.context - length, self.body.asked_tokens
         tokens = max(1, min(room, self.served.max_tokens or room)) if asked is None else asked
         if tokens > room:
-            most = (
-                f"this model's maximum context length is {self.served.context} tokens"  # clients look for these words
-            )
+            # clients look for these words, or for the code among them
+            most = f"this model's maximum context length is {self.served.context} tokens"
             asked_for = f"{length} prompt tokens and {tokens} new ones exceed it: shorten the prompt, or ask for less"
-            code = "context_length_exceeded"  # ... and this one
+            code = "context_length_exceeded"
             raise ApiError(400, f"{most}, and {asked_for} ({code})", self.source, code)
         return tokens
 
