@@ -7,10 +7,13 @@ Prefixes stand in the order of their ids.  Those that a text shares most with ar
 them, so finding them takes a few comparisons, however many there are.
 """
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import merge
+from itertools import takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -18,8 +21,10 @@ import torch
 from torch import Tensor
 
 from specinfer.attention import TreeCache
+from specinfer.common.lock import Lock
 
 LEAST = 16  # tokens of a beginning; shorter ones are not worth a pass of their own
+NAME = attrgetter("name")  # what prefixes are ordered by
 
 
 @dataclass(eq=False, repr=False)
@@ -71,18 +76,22 @@ class Prefix:
         return np.asarray(self.caches[0].ids)
 
     @cached_property
+    def name(self) -> bytes:
+        """Bytes that are ordered as the token ids are."""
+        return _name(self.ids)
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of caches and states."""
         return sum(cached.cache.nbytes for cached in self.caches) + sum(states.nbytes for states in self.states)
 
-    def reach(self, ids: np.ndarray, owners: Sequence[object]) -> int:
-        """Return how many tokens, of (m,) ids, a row can begin with.
+    def reach(self, common: int, owners: Sequence[object]) -> int:
+        """Return how many tokens a row can begin with that has so many in common with these.
 
-        They are those in common, as far as owners of caches who need hidden states get all that they have not read.
+        They are as many, as far as owners of caches who need hidden states get all that they have not read.
         The last token that one has read is read again by the target, if its states are not known: they choose the next.
         """
-        common = self.caches[0].common(ids)
-        read = [max(0, min(common, length_of(cache_of(owner, self.caches[1:]))) - 1) for owner in owners]
+        read = [max(0, min(common, _length(cache_of(owner, self.caches[1:]))) - 1) for owner in owners]
         return min([common, *(length for length in read if length < self.first)])
 
     def states_of(self, length: int) -> list[Tensor]:
@@ -95,7 +104,7 @@ class Prefix:
         if self.key != other.key or self.caches[0].common(other.ids) < len(other.ids):
             return False
         mine, theirs = self.caches[1:], other.caches[1:]
-        return all(length_of(cache_of(cached.owner, mine)) >= len(cached.ids) for cached in theirs)
+        return all(_length(cache_of(cached.owner, mine)) >= len(cached.ids) for cached in theirs)
 
     def copy(self) -> "Prefix":
         """Return the same in caches of its own."""
@@ -111,14 +120,15 @@ class Found(NamedTuple):
 
 
 class Prefixes:
-    """Prefixes, the least recently used first; and by key, in the order of their ids."""
+    """Prefixes, the least recently used first; and by key, in the order of their ids.  Several threads may use them."""
 
     def __init__(self) -> None:
         self._used: dict[Prefix, None] = {}
-        self._sorted: dict[object, tuple[list[bytes], list[Prefix]]] = {}  # ids, and whose they are
+        self._sorted: dict[object, list[Prefix]] = {}
+        self._lock = Lock()
 
     def __iter__(self) -> Iterator[Prefix]:
-        return iter(self._used)
+        return iter([*self._used])
 
     def __len__(self) -> int:
         return len(self._used)
@@ -128,72 +138,67 @@ class Prefixes:
 
     def use(self, prefix: Prefix) -> None:
         """Take note that a prefix was of use."""
-        if prefix in self._used:
-            self._used[prefix] = self._used.pop(prefix)
+        with self._lock:
+            if prefix in self._used:
+                self._used[prefix] = self._used.pop(prefix)
 
     def add(self, prefix: Prefix) -> None:
         """Take in a prefix, the most recently used."""
-        names, prefixes = self._sorted.setdefault(prefix.key, ([], []))
-        index = bisect_right(names, name := _name(prefix.ids))
-        names.insert(index, name)
-        prefixes.insert(index, prefix)
-        self._used[prefix] = None
+        with self._lock:
+            insort(self._sorted.setdefault(prefix.key, []), prefix, key=NAME)
+            self._used[prefix] = None
 
     def remove(self, prefix: Prefix) -> None:
-        """Drop a prefix."""
-        names, prefixes = self._sorted[prefix.key]
-        index = prefixes.index(prefix, bisect_left(names, _name(prefix.ids)))
-        del names[index], prefixes[index], self._used[prefix]
-        if not names:
-            del self._sorted[prefix.key]
+        """Drop a prefix, if it is still there."""
+        with self._lock:
+            if prefix not in self._used:
+                return
+            prefixes = self._sorted[prefix.key]
+            del self._used[prefix], prefixes[prefixes.index(prefix, bisect_left(prefixes, prefix.name, key=NAME))]
+            if not prefixes:
+                del self._sorted[prefix.key]
 
     def longest(self, key: object, ids: np.ndarray, owners: Sequence[object] = ()) -> Found:
         """Return the prefix that a text can begin with most of, and how much, unless too little."""
         found = Found()
-        for prefix, common in self._nearest(key, ids):
-            if common <= max(LEAST - 1, found.length):
-                break
-            if (length := prefix.reach(ids, owners)) >= max(LEAST, found.length + 1):
-                found = Found(prefix, length)
+        with self._lock:
+            for prefix, common in self._nearest(key, ids):
+                if common <= max(LEAST - 1, found.length):
+                    break
+                if (length := prefix.reach(common, owners)) >= max(LEAST, found.length + 1):
+                    found = Found(prefix, length)
         return found
 
     def replacing(self, read: Prefix) -> Prefix | None:
         """Return a prefix that replaces another one, if there is one."""
-        for prefix, common in self._nearest(read.key, read.ids):
-            if common < len(read.ids):
-                break
-            if prefix.replaces(read):
-                return prefix
-        return None
+        with self._lock:
+            longer = takewhile(lambda found: found[1] == len(read.ids), self._nearest(read.key, read.ids))
+            return next((prefix for prefix, _ in longer if prefix.replaces(read)), None)
 
     def replaced(self, read: Prefix) -> list[Prefix]:
         """Return the prefixes that another one replaces: the text begins with all of their tokens."""
-        names, prefixes = self._sorted.get(read.key, ([], []))
-        found, ids, index = list[Prefix](), read.ids, bisect_right(names, _name(read.ids))
-        while index:
-            prefix = prefixes[index - 1]
-            common = prefix.caches[0].common(ids)
-            if common < len(prefix.ids):  # so all between it and the text's first tokens are longer than these
-                ids = ids[:common]
-                index = bisect_right(names, _name(ids))
-                continue
-            index -= 1
-            found += [prefix] if read.replaces(prefix) else []
+        found, ids = list[Prefix](), read.ids
+        with self._lock:
+            prefixes = self._sorted.get(read.key, [])
+            index = bisect_right(prefixes, read.name, key=NAME)
+            while index:
+                prefix = prefixes[index - 1]
+                common = prefix.caches[0].common(ids)
+                if common < len(prefix.ids):  # so all between it and the text's first tokens are longer than these
+                    ids = ids[:common]
+                    index = bisect_right(prefixes, _name(ids), key=NAME)
+                    continue
+                index -= 1
+                found += [prefix] if read.replaces(prefix) else []
         return found
 
     def _nearest(self, key: object, ids: np.ndarray) -> Iterator[tuple[Prefix, int]]:
         """Yield prefixes, and how many tokens they have in common with a text; those with most first."""
-        names, prefixes = self._sorted.get(key, ([], []))
-        index = bisect_left(names, _name(ids))
-        sides = [map(prefixes.__getitem__, side) for side in (range(index, len(names)), range(index - 1, -1, -1))]
-        heads = [next(side, None) for side in sides]
-        common = [head.caches[0].common(ids) if head else -1 for head in heads]
-        while max(common) >= 0:
-            side = common.index(max(common))
-            if head := heads[side]:
-                yield head, common[side]
-            heads[side] = head = next(sides[side], None)
-            common[side] = head.caches[0].common(ids) if head else -1
+        prefixes = self._sorted.get(key, [])
+        index = bisect_left(prefixes, _name(ids), key=NAME)
+        numbers = range(index, len(prefixes)), range(index - 1, -1, -1)
+        sides = [((prefixes[at], prefixes[at].caches[0].common(ids)) for at in side) for side in numbers]
+        return merge(*sides, key=lambda found: -found[1])
 
 
 def cache_of(owner: object, caches: Sequence[Cached]) -> Cached | None:
@@ -201,7 +206,7 @@ def cache_of(owner: object, caches: Sequence[Cached]) -> Cached | None:
     return next((cached for cached in caches if owner is not None and cached.owner is owner), None)
 
 
-def length_of(cached: Cached | None) -> int:
+def _length(cached: Cached | None) -> int:
     """Return how many tokens were read."""
     return len(cached.ids) if cached else 0
 

@@ -85,7 +85,7 @@ class PrefixStore:
         wanted: whether rows that leave now are kept; by default all are.
 
     Attributes:
-        prefixes: what it holds.
+        prefixes: what it holds, the least recently used first.
 
     Raises:
         InputError: no number, or a negative one.
@@ -190,8 +190,10 @@ class PrefixStore:
             free = free_bytes(session.device)
             limit = SHARE * (self.nbytes + (UNKNOWN if free == inf else free))
         # processes that share a model drop the same prefixes
-        while self.prefixes and session.model.ranks.largest([self.nbytes - limit])[0] > 0:
-            self.prefixes.remove(next(iter(self.prefixes)))
+        for oldest in self.prefixes:
+            if session.model.ranks.largest([self.nbytes - limit])[0] <= 0:
+                break
+            self.prefixes.remove(oldest)
 
 
 @dataclass(eq=False, repr=False)

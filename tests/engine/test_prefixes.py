@@ -1,5 +1,6 @@
 """Prefixes: what is found is what a search through all of them finds."""
 
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from types import SimpleNamespace
 
@@ -42,10 +43,14 @@ def test_the_longest_is_found_among_neighbours(seed: int) -> None:
             prefixes.remove(held.pop(random.randrange(len(held))))
         for owners in ([], ["draft"]):
             key, ids = random.choice(KEYS), ids_of(random)
-            lengths = [each.reach(ids, owners) for each in held if each.key == key]
+            lengths = [each.reach(each.caches[0].common(ids), owners) for each in held if each.key == key]
             found, length = prefixes.longest(key, ids, owners)
             assert length == max([0, *(length for length in lengths if length >= LEAST)])
-            assert found is None if not length else found.key == key and found.reach(ids, owners) == length
+            assert (
+                found is None
+                if not length
+                else found.key == key and found.reach(found.caches[0].common(ids), owners) == length
+            )
     assert [*prefixes] == held
     assert len(prefixes) == len(held)
 
@@ -81,3 +86,25 @@ def test_a_text_is_compared_with_few_of_many() -> None:
     assert prefixes.replacing(new) is None
     assert not prefixes.replaced(new)
     assert compared < 20
+
+
+def test_threads_share_them() -> None:
+    """Each finds its own while others add and drop theirs, and one is dropped by two."""
+
+    def come_and_go(seed: int) -> None:
+        random = Random(seed)
+        for _ in range(100):
+            prefix = drawn(random)
+            prefixes.add(prefix)
+            assert prefixes.longest(prefix.key, prefix.ids).length == len(prefix.ids) or len(prefix.ids) < LEAST
+            assert sum(each.nbytes for each in prefixes) >= CACHE.nbytes
+            for each in (prefix, shared.pop() if shared and random.random() < 0.3 else prefix):
+                prefixes.remove(each)
+
+    prefixes, shared = Prefixes(), [drawn(Random(9)) for _ in range(50)]
+    for each in shared:
+        prefixes.add(each)
+    with ThreadPoolExecutor(8) as pool:
+        for _ in pool.map(come_and_go, range(8)):
+            pass
+    assert {*prefixes} == {*shared}
