@@ -205,7 +205,7 @@ FIGURES = {
             "": Run(
                 "growth.py",
                 f"{ALL} --parts context --context docs/how-it-works.md docs/choosing.md --minutes 6 --json",
-                "--minutes 0.7",
+                "--minutes 0.5",
             )
         },
         {
@@ -251,7 +251,7 @@ FIGURES = {
         ),
     ),
     "structured": Figure(
-        {"": Run("structured.py", "--max-new-tokens 200", "--max-new-tokens 32")},
+        {"": Run("structured.py", "--max-new-tokens 200", "--max-new-tokens 32 --dtype bfloat16")},
         {
             "": "{form}, {decoding}",
             "tokens in all": "{tokens}",

@@ -17,6 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changes.md"}
 # of Markdown, and of pictures in HTML
 LINK = re.compile(r"""(?:(?<=\]\()|(?<=src=")|(?<=srcset="))(?!\w+:|#)([^)"#\s]+)""")
+BADGE = re.compile(r' <a href="\.\./\.\./actions.*?</a>')  # of the last run of CI, which the repository's host knows
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -28,7 +29,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         if not name.startswith("docs/"):
             files.append(File.generated(config, site_path(name), abs_src_path=str(ROOT / name)))
         if name.endswith(".md"):
-            linked = {target(name, link) for link in LINK.findall((ROOT / name).read_text(encoding="utf-8"))}
+            linked = {target(name, link) for link in LINK.findall(read(name))}
             new = {path for path in linked - known if not path.startswith("docs/")}
             known |= new
             waiting += sorted(new)
@@ -44,7 +45,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     def on_the_site(link: re.Match[str]) -> str:
         return os.path.relpath(site_path(target(name, link[0])), os.path.dirname(page.file.src_uri) or ".")
 
-    return LINK.sub(on_the_site, markdown).replace("<details>", '<details markdown="1">')
+    return LINK.sub(on_the_site, BADGE.sub("", markdown)).replace("<details>", '<details markdown="1">')
+
+
+def read(name: str) -> str:
+    """Return a page's Markdown, without badges."""
+    return BADGE.sub("", (ROOT / name).read_text(encoding="utf-8"))
 
 
 def target(page: str, link: str) -> str:
