@@ -481,8 +481,8 @@ Multiply of_rows(int64_t rows, std::integer_sequence<int, R...>) {
 //
 // The rows of a tile are the high and the low bytes of its states by turns, so that a sum's two parts are neighbours.  States
 // of one byte are multiplied as fast in registers: their groups have scales of their own, so each would be a step in tiles.
-// Weights with factors are integers of 16 bits, of whose bytes those of 16 outputs fill two tiles, low and high ones;
-// others are bytes, and their two tiles hold those of 32 outputs.
+// Weights with factors are sums of two bytes, the high one times a power of two, and those of 16 outputs fill two tiles, low
+// and high ones; others are bytes, and their two tiles hold those of 32 outputs.
 
 constexpr int IN_TILE = 8;  // states of a tile, at most
 constexpr int FEWEST = 5;   // states from which on tiles are used
@@ -497,8 +497,13 @@ INLINE TileShapes shapes(int64_t states, bool pairs) {
 
 typedef uint16_t Shorts __attribute__((vector_size(LINE)));
 
-// Four integers of each word, less zero, times a factor: the low and the high bytes of the products, of 16 bits each.
-INLINE void multiply_integers(Words words, int zero, Integers factor, Words& low, Words& high) {
+// Four integers of each word, times factors, as two bytes each.
+struct Products {
+    Words low, high;
+};
+
+// Products of integers less zero have 16 bits: the low and the high ones.
+INLINE Products multiply_integers(Words words, int zero, Integers factor) {
     constexpr uint64_t EVEN = 0x5555555555555555;
     const __m512i up = _mm512_set4_epi32(0x0e800c80, 0x0a800880, 0x06800480, 0x02800080);  // bytes 2k to 2k + 1
     const __m512i down = _mm512_set4_epi32(0x800f800d, 0x800b8009, 0x80078005, 0x80038001);
@@ -507,51 +512,33 @@ INLINE void multiply_integers(Words words, int zero, Integers factor, Words& low
     Shorts odd = (Shorts)_mm512_shuffle_epi8((__m512i)words, down);
     if (zero) even -= (uint16_t)zero, odd -= (uint16_t)zero;
     even *= by, odd *= by;
-    low = (Words)_mm512_mask_shuffle_epi8((__m512i)even, ~EVEN, (__m512i)odd, up);
-    high = (Words)_mm512_mask_shuffle_epi8((__m512i)odd, EVEN, (__m512i)even, down);
+    return {(Words)_mm512_mask_shuffle_epi8((__m512i)even, ~EVEN, (__m512i)odd, up),
+            (Words)_mm512_mask_shuffle_epi8((__m512i)odd, EVEN, (__m512i)even, down)};
 }
 
-// Add what minima make of states to the sums of a block's outputs, from the first group to the last one, as in registers.
-template <Groups HOW>
-INLINE void add_minima(const Block& block, const Panel& states, int64_t rows, Floats (*sums)[PANEL]) {
-    constexpr int R = 8;
-    const Kind kind = block.kind;
-    for (int64_t row = 0; row < rows; row += R) {
-        Reader readers[2] = {{block, 0}, {block, LANES}};
-        Floats minima[2][R] = {};
-        const int last = (int)std::min<int64_t>(R, states.rows - row) - 1;
-        for (int64_t group = 0; group < states.groups; group++) {
-            const Totals* totals = states.totals_of(group, row);
-#pragma GCC unroll 2
-            for (int u = 0; u < 2; u++) {
-                readers[u].begin(group);
-                for (int half = 0; half <= kind.halves; half++) {
-                    const Floats minimum = readers[u].minimum<HOW>(half);
-                    const int part = kind.halves ? half : 2;
-#pragma GCC unroll 8
-                    for (int r = 0; r < R; r++) add_minimum(minima[u][r], minimum, totals[std::min(r, last)].scaled_sums[part]);
-                }
-                readers[u].next();
-            }
-        }
-        for (int r = 0; r <= last; r++) sums[0][row + r] += minima[0][r], sums[1][row + r] += minima[1][r];
-    }
+// Products with the lowest 3 bits of factors of 6 bits, and with the 3 others: those of integers of 5 bits are bytes, so two of
+// them are multiplied as one number of 16 bits, which takes half as many instructions.
+INLINE Products multiply_by_parts(Words words, Integers factor) {
+    const auto low = (Shorts)((factor & 7) * 0x10001), high = (Shorts)((factor >> 3) * 0x10001);
+    return {(Words)((Shorts)words * low), (Words)((Shorts)words * high)};
 }
 
 // Multiply all states of a panel with the outputs of a block, tile by tile.  While a product of tiles goes on, weights of the
 // next groups are made, and the sums of the last ones are added up.
-template <int BITS, bool TABLE, Groups HOW>
+template <int BITS, bool TABLE, Groups HOW, bool IN_PARTS>
 void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, float* results, int64_t width) {
     constexpr int BYTES = HOW == FACTORED ? 2 : 1;  // of a weight, each in a tile
+    constexpr int SHIFT = IN_PARTS ? 3 : 8;            // of the high one
     const Kind kind = block.kind;
-    const int groups = together<HOW>(kind, states.shared), in_step = HOW == ALONE ? 1 : 2;
+    const int groups = HOW == FACTORED ? MOST_TOGETHER : together<HOW>(kind, states.shared), in_step = HOW == ALONE ? 1 : 2;
     const int steps = groups / in_step;
     const int64_t units = states.groups / groups, each = states.in_tile;
     Reader readers[2] = {{block, 0}, {block, LANES}};
     alignas(64) Words weights[MOST_TOGETHER / 2][2][BYTES][PAIR / 4];  // steps; outputs 0-15, 16-31
     alignas(64) Integers found[2][2][BYTES][2 * IN_TILE];              // by turns
-    Floats scales[4][2], sums[2][PANEL];
-    for (auto& of_outputs : sums) std::fill_n(of_outputs, rows, Floats{});
+    Floats scales[4][2], minima[4][2][2 * MOST_TOGETHER], sums[2][PANEL], of_minima[2][PANEL];
+    for (auto* all : {&sums, &of_minima})
+        for (auto& of_outputs : *all) std::fill_n(of_outputs, rows, Floats{});
 
     const auto make = [&](int64_t unit, int step) {
         for (int in = 0; in < in_step; in++) {
@@ -562,7 +549,7 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
                 const uint8_t* bytes = reader.integers();
 #pragma GCC unroll 8
                 for (int line = 0; line < BITS; line++) __builtin_prefetch(bytes + AHEAD + line * LINE, 0, CACHE);
-                Words *low = weights[step][u][0] + 8 * in, *high = weights[step][u][BYTES - 1] + 8 * in;
+                Words(*to)[PAIR / 4] = weights[step][u];
                 Integers factor{};
                 if constexpr (HOW == FACTORED) factor = reader.factor(0);
 #pragma GCC unroll 8
@@ -571,12 +558,17 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
                     if constexpr (TABLE) words = look_up(words, block.bytes);
                     if constexpr (HOW == FACTORED) {
                         if (index == 4 && kind.halves) factor = reader.factor(1);
-                        multiply_integers(words, kind.zero, factor, low[index], high[index]);
+                        const Products products =
+                            IN_PARTS ? multiply_by_parts(words, factor) : multiply_integers(words, kind.zero, factor);
+                        to[0][8 * in + index] = products.low, to[1][8 * in + index] = products.high;
                     } else {
-                        low[index] = words;
+                        to[0][8 * in + index] = words;
                     }
                 }
                 scales[unit % 4][u] = reader.scale();
+                if (kind.minimum)
+                    for (int half = 0; half <= kind.halves; half++)
+                        minima[unit % 4][u][2 * (step * in_step + in) + half] = reader.minimum<HOW>(half);
                 reader.next();
             }
         }
@@ -589,19 +581,37 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
             SPECINFER_ADD_PRODUCTS("tdpbsud", WEIGHTS + u, STATES, SUMS + BYTES * u);
             if constexpr (HOW == FACTORED) {
                 SPECINFER_LOAD_TILE(WEIGHTS + u, weights[step][u][1], LINE);
-                SPECINFER_ADD_PRODUCTS("tdpbssd", WEIGHTS + u, STATES, SUMS + BYTES * u + 1);
+                if constexpr (IN_PARTS) SPECINFER_ADD_PRODUCTS("tdpbsud", WEIGHTS + u, STATES, SUMS + BYTES * u + 1);
+                else SPECINFER_ADD_PRODUCTS("tdpbssd", WEIGHTS + u, STATES, SUMS + BYTES * u + 1);
             }
+        }
+    };
+    const auto add_minima = [&](int64_t unit, int u, int64_t row, auto halves) {
+        const Totals* totals = states.totals_of(unit * groups, row);
+        const Floats* minimum = minima[unit % 4][u];
+        for (Floats* sum = of_minima[u] + row; sum < of_minima[u] + row + each; sum++, totals++) {
+            Floats found = *sum;
+#pragma GCC unroll 8
+            for (int group = 0; group < groups; group++) {
+                const float* of_states = totals[group * states.rows].scaled_sums;
+                add_minimum(found, minimum[2 * group], of_states[halves ? 0 : 2]);
+                if (halves) add_minimum(found, minimum[2 * group + 1], of_states[1]);
+            }
+            *sum = found;
         }
     };
     const auto finish = [&](int64_t unit, int64_t row, const Integers (*from)[BYTES][2 * IN_TILE]) {
         for (int u = 0; u < 2; u++) {
             const Floats scale = scales[unit % 4][u];
             const Totals* totals = states.totals_of(unit * groups, row);
+            if (kind.minimum && kind.halves) add_minima(unit, u, row, std::true_type());
+            if (kind.minimum && !kind.halves) add_minima(unit, u, row, std::false_type());
             const Integers *low = from[u][0], *high = from[u][BYTES - 1];
             Floats* sum = sums[u] + row;
             for (int64_t r = 0; r < each; r++, totals++, low += 2, high += 2, sum++) {
                 if constexpr (HOW == FACTORED) {
-                    add_large_integers(*sum, (high[0] << 8) + low[0], (high[1] << 8) + low[1], totals->scale, scale);
+                    const Integers high_bytes = (high[0] << SHIFT) + low[0], low_bytes = (high[1] << SHIFT) + low[1];
+                    add_large_integers(*sum, high_bytes, low_bytes, totals->scale, scale);
                 } else {
                     int32_t zeros = 0;
                     if (kind.zero)
@@ -635,16 +645,15 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
         }
     }
     finish(last_unit, last_row, found[(turn + 1) % 2]);
-    if (kind.minimum) add_minima<HOW>(block, states, rows, sums);
     for (int u = 0; u < 2; u++) {
-        for (int64_t row = 0; row < rows; row++) store(results + row * width + u * LANES, sums[u][row]);
+        for (int64_t row = 0; row < rows; row++) store(results + row * width + u * LANES, sums[u][row] + of_minima[u][row]);
     }
 }
 #else
 constexpr bool HAS_TILES = false;
 
 TileShapes shapes(int64_t, bool) { return {}; }
-template <int BITS, bool TABLE, Groups HOW>
+template <int BITS, bool TABLE, Groups HOW, bool IN_PARTS>
 void multiply_in_tiles(const Block&, const Panel&, int64_t, float*, int64_t) {}
 #endif
 
@@ -661,7 +670,10 @@ thread_local bool is_wide = false;  // whether states of a byte have two, in pro
 template <int BITS, bool TABLE, Groups HOW, int BYTES>
 void multiply_rows(const Block& block, const Panel& states, int64_t rows, float* to, int64_t width) {
     if constexpr (BYTES == 2) {
-        if (states.in_tile) return multiply_in_tiles<BITS, TABLE, HOW>(block, states, rows, to, width);
+        constexpr bool MAY_HAVE_PARTS = HOW == FACTORED && BITS <= 5 && !TABLE;
+        if (MAY_HAVE_PARTS && states.in_tile && block.kind.minimum)  // then factors have 6 bits without a sign, and zero is 0
+            return multiply_in_tiles<BITS, TABLE, HOW, MAY_HAVE_PARTS>(block, states, rows, to, width);
+        if (states.in_tile) return multiply_in_tiles<BITS, TABLE, HOW, false>(block, states, rows, to, width);
     }
     constexpr int MOST = MOST_ROWS[BYTES];
     constexpr auto R = std::make_integer_sequence<int, MOST>();
