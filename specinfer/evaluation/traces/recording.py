@@ -31,15 +31,7 @@ from specinfer.engine.verify import ExactMatch, TargetView, Verdict
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.evaluation.probe import Probe
 from specinfer.evaluation.traces.probes import Candidates, Distributions, Trees, distribution_arrays
-from specinfer.evaluation.traces.trace import (
-    TOP,
-    Drafted,
-    Sizes,
-    Trace,
-    TraceFolder,
-    TraceText,
-    trace_settings,
-)
+from specinfer.evaluation.traces.trace import TOP, Drafted, Sizes, Trace, TraceFolder, TraceText, trace_settings
 from specinfer.prompts import Prompt
 from specinfer.tree import BestFirst, TokenTree
 
