@@ -15,7 +15,7 @@ Nothing below imports it: things show themselves through `specinfer.common.displ
 
 from html import escape
 from os import PathLike
-from typing import TextIO, TypeAlias
+from typing import TypeAlias
 
 from specinfer.common.files import write_whole
 from specinfer.common.token_text import Tokenizer
@@ -25,7 +25,7 @@ from specinfer.viz.html import fragment_of, page_of, to_json
 from specinfer.viz.plots import plot_compare, plot_drafts
 from specinfer.viz.side_by_side import PairDescription, SideBySide, describe_pair, lanes_of
 from specinfer.viz.svg import svg_of
-from specinfer.viz.text import text_for
+from specinfer.viz.text import text
 
 __all__ = ["SideBySide", "data", "fragment", "page", "picture", "plot_compare", "plot_drafts", "text"]
 
@@ -56,21 +56,6 @@ def picture(thing: Displayable, path: str | PathLike[str] | None = None, tokeniz
 def data(thing: Displayable, path: str | PathLike[str] | None = None, tokenizer: Tokenizer | None = None) -> str:
     """Return what the page draws, as JSON; arguments and errors as `page`."""
     return _written(to_json(_described(thing, tokenizer).to_dict()), path)
-
-
-def text(
-    thing: Drawable, stream: TextIO | None = None, tokenizer: Tokenizer | None = None, step: int | None = None
-) -> str:
-    """Return a tree as lines of text: token, probability, who drafted it, what became of it.
-
-    Args:
-        thing: what has one, or several.
-        stream: where it will be written.  In a terminal it has colours, unless ``NO_COLOR`` is set.  Where the encoding
-            does not hold the signs, they are spelt in ASCII.
-        tokenizer: as `page`.
-        step: of a result or an inspection, from 0; None: the one to look at first.
-    """
-    return text_for(stream, describe(thing, tokenizer), step)
 
 
 def _described(thing: Displayable, tokenizer: Tokenizer | None) -> Description | PairDescription:

@@ -218,9 +218,7 @@ def describe(thing: Drawable, tokenizer: Tokenizer | None = None) -> Description
     """
     result = thing if isinstance(thing, Result) else getattr(thing, "result", None)
     tokenizer = tokenizer or getattr(thing if result is None else result, "tokenizer", None)
-    drafts = _draft_names(thing, result)
-    steps = list(_steps(thing, tokenizer, len(drafts) - 1 if BY_HAND in drafts else None))
-    return Description(thing, drafts, steps, tokenizer, result)
+    return Description(thing, _draft_names(thing, result), list(_steps(thing, tokenizer)), tokenizer, result)
 
 
 def _draft_names(thing: Drawable, result: Result | None) -> list[str]:
@@ -238,14 +236,14 @@ def _draft_names(thing: Drawable, result: Result | None) -> list[str]:
     return [*names, *("target" if names or result is not None else f"draft {i}" for i in ids)]
 
 
-def _steps(thing: Drawable, tokenizer: Tokenizer | None, by_hand: int | None) -> Iterator[DrawnStep]:
+def _steps(thing: Drawable, tokenizer: Tokenizer | None) -> Iterator[DrawnStep]:
     tokens = _Tokens(tokenizer)
     if isinstance(thing, TokenTree):
         yield DrawnStep(thing, TreeDrawing.of(thing, tokens.text))
     elif isinstance(thing, Step):
         yield _step(thing, tokens, None)
     elif isinstance(thing, StepInspection):
-        yield _step(thing, tokens, thing.nodes[0].position, by_hand=by_hand)
+        yield _step(thing, tokens, thing.nodes[0].position, by_hand=len(thing.draft_names) - 1)
     else:
         result = thing if isinstance(thing, Result) else thing.result
         ids, position = [*result.prompt_ids, *result.token_ids], len(result.prompt_ids) - 1

@@ -1,39 +1,45 @@
 """A drawn step as text, one node a line, for terminals and logs.
 
-Knows: the description of a step, box-drawing characters, what a stream can show.  Does not know: where the step came
-from, commands.
+Knows: the description of a thing and its steps, box-drawing characters, what a stream can show.
+Does not know: how things are described, commands.
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from typing import TextIO
 
+from specinfer.common.token_text import Tokenizer
 from specinfer.tree.drawing import BONUS, DrawnNode, columns
-from specinfer.viz.description import Description, DrawnStep
+from specinfer.viz.description import Description, Drawable, DrawnStep, describe
 from specinfer.viz.style import ASCII, TERMINAL, by_draft, terminal
 
 WIDEST = 66  # columns of lines and tokens, beyond which levels stand closer; what is right of them takes a dozen
 
 
-def text_for(stream: object, description: Description, step: int | None = None) -> str:
-    """Return a step's tree: token, the draft's probability given the parent, who drafted it, what became of it.
+def text(
+    thing: Drawable, stream: TextIO | None = None, tokenizer: Tokenizer | None = None, step: int | None = None
+) -> str:
+    """Return a tree as lines of text: token, probability given the parent, who drafted it, what became of it.
 
     Args:
-        stream: has colours if it is a terminal, and ASCII if it holds no more.  None or one without an encoding holds
-            every character.
-        description: of what has the step.
-        step: its number, from 0; None: the one to look at first.
+        thing: what has one, or several.
+        stream: where it will be written.  In a terminal it has colours, unless ``NO_COLOR`` is set.  Where the encoding
+            does not hold the signs, they are spelt in ASCII; None or one without an encoding holds every character.
+        tokenizer: from ids to text; by default the one that the thing was made with, if known.
+        step: of a result or an inspection, from 0; None: the one to look at first.
     """
+    description = describe(thing, tokenizer)
     drawn = description.best if step is None else description.steps[step]
-    paint = painted if in_colours(stream) else lambda text, codes: text
-    text = _text(description, drawn, paint, str)
+    paint = painted if in_colours(stream) else lambda words, codes: words
+    lines = _lines(description, drawn, paint, str)
     try:
-        text.encode(getattr(stream, "encoding", None) or "utf-8")
+        lines.encode(getattr(stream, "encoding", None) or "utf-8")
     except UnicodeEncodeError:
-        return _text(description, drawn, paint, in_ascii)
-    return text
+        return _lines(description, drawn, paint, in_ascii)
+    return lines
 
 
-def _text(
+def _lines(
     description: Description, drawn: DrawnStep, paint: Callable[[str, str], str], spell: Callable[[str], str]
 ) -> str:
     """Return a step's tree, given how text is put into a terminal's colours, and how signs and tokens are spelt."""

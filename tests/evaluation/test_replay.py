@@ -123,7 +123,7 @@ def test_one_recorded_tree_holds_every_smaller_one(seed):
     question.grow(TableSource(table), depth)
     for row in range(rows):
         names = [field.name for field in fields(Drafted)]
-        drafted = Drafted(**dict.fromkeys(names, np.zeros(0)) | question.arrays(row))
+        drafted = Drafted(**dict.fromkeys(names, np.zeros(0)) | question.columns(row))
         text = SimpleNamespace(root=lambda place: 0, drafted=[drafted])
         for n in range(1, nodes + 1):
             for d in range(1, depth + 1):

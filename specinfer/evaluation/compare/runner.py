@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from specinfer import loading
 from specinfer.common.records import Record
 from specinfer.decoder import SpeculativeDecoder
+from specinfer.engine.options import Options
 from specinfer.engine.sampling import whole_distribution
 from specinfer.errors import InputError, one_line
 from specinfer.evaluation.compare.methods import OURS, THEIRS, HitRates, Method, build_methods
@@ -71,10 +72,10 @@ class Runner:
         job = rows[0].job
         if not self.methods:
             self.methods = self._ready(rows)
-        methods = self.methods[job.temperature]
+        methods, options = self.methods[job.temperature], self._options(job.temperature)
         names = list(methods)
         first = job.number // self.plan.max_rows % len(names)
-        found = {name: self._run(methods[name], rows, job.temperature) for name in (*names[first:], *names[:first])}
+        found = {name: _run(methods[name], rows, options) for name in (*names[first:], *names[:first])}
         for index, row in enumerate(rows):
             records = {name: found[name][index] for name in names}
             self._compare(row, records, {name: record.pop("ids") for name, record in records.items()})
@@ -83,7 +84,7 @@ class Runner:
                 "prompt_tokens": len(row.ids),
                 "methods": records,
                 "skipped": self.skipped,
-                **({"hits": self._hits(row)} if self.hit_rates else {}),
+                **({"hits": self.hit_rates.count(row.ids, row.job.seed, options)} if self.hit_rates else {}),
             }
 
     def _compare(self, row: Prompted, records: dict[str, Record], ids: dict[str, list[int]]) -> None:
@@ -120,21 +121,15 @@ class Runner:
         refusals = {}
         for name, method in methods.items():
             try:
-                self._run(method, rows, temperature)
+                _run(method, rows, self._options(temperature))
             except Exception as error:
                 if name not in THEIRS:
                     raise
                 refusals[name] = f"transformers refuses: {one_line(error)}"
         return refusals
 
-    def _run(self, method: Method, rows: Sequence[Prompted], temperature: float) -> list[Record]:
-        options = whole_distribution(temperature, self.plan.max_new_tokens)
-        return method([row.ids for row in rows], [row.job.seed for row in rows], options)
-
-    def _hits(self, row: Prompted) -> list[Record]:
-        assert self.hit_rates
-        options = whole_distribution(row.job.temperature, self.plan.max_new_tokens)
-        return self.hit_rates.count(row.ids, row.job.seed, options)
+    def _options(self, temperature: float) -> Options:
+        return whole_distribution(temperature, self.plan.max_new_tokens)
 
     def _read(self, job: Job) -> Prompted | Record:
         """Return a prompt's ids, or the record of one that cannot be used."""
@@ -145,6 +140,10 @@ class Runner:
             log.warning("prompt %s of %s is left out: %s", job.id, job.set, error)
             return {**job.where, "error": f"prompt {job.id} of {job.set}: {error}"}
         return Prompted(job, ids)
+
+
+def _run(method: Method, rows: Sequence[Prompted], options: Options) -> list[Record]:
+    return method([row.ids for row in rows], [row.job.seed for row in rows], options)
 
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

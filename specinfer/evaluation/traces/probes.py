@@ -14,9 +14,11 @@ from torch import Tensor
 from specinfer.engine.gumbel import RECORDING, key
 from specinfer.evaluation.probe import Question
 from specinfer.evaluation.traces.closed_forms import accepted_without_replacement, expected_tests
-from specinfer.evaluation.traces.trace import Drafted, Sizes
-from specinfer.evaluation.traces.transport import best_acceptance
+from specinfer.evaluation.traces.trace import TOP, Sizes
+from specinfer.evaluation.traces.transport import WITHOUT, best_acceptance
 from specinfer.tree import Frontier, Growth, Source, grow_best_first, top_candidates
+
+Columns = dict[str, np.ndarray]  # some of those of `Drafted`, by name
 
 
 @dataclass(eq=False)
@@ -25,7 +27,7 @@ class TextQuestion(Question):
 
     plan: Sizes
     texts: Sequence[Sequence[int]]  # token ids per row
-    drafted: Sequence[Drafted] = ()  # where the answers go, per row
+    drafted: Sequence[Columns] = ()  # where the answers go, per row: see `blank_columns`
 
     def __post_init__(self) -> None:
         super().__init__(len(self.texts))
@@ -54,11 +56,11 @@ class Candidates(TextQuestion):
     def ask(self, source: Source, max_depth: int | None) -> None:
         """See `Question`."""
         for level, frontier, asked in self.along(source, max_depth):
-            tokens, log_probs = (answer[:, 0].cpu() for answer in source.top(frontier, self.drafted[0].tokens.shape[2]))
+            tokens, log_probs = (answer[:, 0].cpu() for answer in source.top(frontier, self.plan.top or TOP))
             for index in asked:
                 drafted, count = self.drafted[self.rows[index]], int((log_probs[index] > -torch.inf).sum())
-                drafted.tokens[self.position, level, :count] = tokens[index, :count]
-                drafted.log_probs[self.position, level, :count] = log_probs[index, :count].clamp(max=0)
+                drafted["tokens"][self.position, level, :count] = tokens[index, :count]
+                drafted["log_probs"][self.position, level, :count] = log_probs[index, :count].clamp(max=0)
 
 
 @dataclass(eq=False)
@@ -91,7 +93,7 @@ class Distributions(TextQuestion):
                     "best_without_replacement": best_acceptance(p, q, draws, replacement=False),
                 }
                 for name, values in answers.items():
-                    getattr(self.drafted[row], name)[self.position, level] = values
+                    self.drafted[row][name][self.position, level] = values
 
 
 _Node = tuple[int, int, bool, float]  # (token, parent, whether it is a node, path score) of a row's slot
@@ -123,8 +125,8 @@ class Trees(TextQuestion):
             nodes = _union(listed[0], listed[1][1 : self.plan.nodes + 1])
             self.trees[row][self.position] = np.array(nodes, np.float64).reshape(-1, 3)
 
-    def arrays(self, row: int) -> dict[str, np.ndarray]:
-        """Return a row's trees as columns of `Drafted`."""
+    def columns(self, row: int) -> Columns:
+        """Return a row's trees."""
         nodes = np.concatenate(self.trees[row])
         tokens, parents = nodes[:, :2].astype(np.int32).T.copy()
         return {
@@ -157,6 +159,24 @@ def _union(asked: Sequence[_Node], grown: Sequence[_Node]) -> list[tuple[int, in
     ranked = sorted(found, key=lambda path: (-found[path][0], len(path), found[path][1]))
     numbers = {path: number for number, path in enumerate([(), *ranked])}
     return [(path[-1], numbers[path[:-1]], found[path][0]) for path in ranked]
+
+
+def blank_columns(plan: Sizes, n: int, kept: int, draws: int) -> Columns:
+    """Return what `Candidates` and `Distributions` fill along n tokens; ``kept`` is k of distributions."""
+    depth, top = plan.depth, plan.top or TOP
+    ids, of_draws = np.zeros((n, depth, kept), np.int32), np.zeros((n, depth, draws), np.float32)
+    return {
+        "tokens": np.full((n, depth, top), -1, np.int32),
+        "log_probs": np.full((n, depth, top), -np.inf, np.float32),
+        "distribution_tokens": ids,
+        "distribution_probs": ids.astype(np.float32),
+        "probability": np.zeros((n, depth), np.float32),
+        "tests": np.tile(np.arange(1, draws + 2, dtype=np.float32), (n, depth, 1)),  # of a q that draws nothing
+        "without_replacement": of_draws,
+        "accepted_without_replacement": of_draws.copy(),
+        "best": of_draws.copy(),
+        "best_without_replacement": of_draws[..., :WITHOUT].copy(),
+    }
 
 
 def distribution_arrays(name: str, distributions: Tensor, top: int | None) -> dict[str, np.ndarray]:

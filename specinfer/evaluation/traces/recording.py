@@ -11,7 +11,6 @@ tokens, and probes stand for the drafts.  A probe asks its draft one question af
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,16 +29,8 @@ from specinfer.engine.sequence import RowView
 from specinfer.engine.verify import ExactMatch, TargetView, Verdict
 from specinfer.errors import InputError, UnsupportedModel
 from specinfer.evaluation.probe import Probe
-from specinfer.evaluation.traces.probes import Candidates, Distributions, Trees, distribution_arrays
-from specinfer.evaluation.traces.trace import (
-    TOP,
-    Drafted,
-    Sizes,
-    Trace,
-    TraceFolder,
-    TraceText,
-    trace_settings,
-)
+from specinfer.evaluation.traces.probes import Candidates, Distributions, Trees, blank_columns, distribution_arrays
+from specinfer.evaluation.traces.trace import TOP, Drafted, Sizes, Trace, TraceFolder, TraceText, trace_settings
 from specinfer.prompts import Prompt
 from specinfer.tree import BestFirst, TokenTree
 
@@ -213,13 +204,13 @@ def _record(
 
     vocab_size = distributions[0].shape[1]
     kept, draws = (min(plan.top or vocab_size, vocab_size), plan.draws) if temperature else (0, 0)
-    probes, drafted, trees = [], [], []
+    probes, drafted = [], []
     for draft in decoder.drafts:
-        drafted.append([Drafted.blank(len(text), plan.depth, plan.top or TOP, kept, draws) for text in texts])
-        trees.append(Trees(plan, texts))
-        questions = [Candidates(plan, texts, drafted[-1]), *([trees[-1]] if plan.nodes else [])]
+        columns, trees = [blank_columns(plan, len(text), kept, draws) for text in texts], Trees(plan, texts)
+        drafted.append((columns, trees))
+        questions = [Candidates(plan, texts, columns), *([trees] if plan.nodes else [])]
         if temperature:
-            questions.append(Distributions(plan, texts, drafted[-1], distributions, seeds))
+            questions.append(Distributions(plan, texts, columns, distributions, seeds))
         probes += [Probe(draft, question) for question in questions]
     capacity = BestFirst(plan.nodes + 1, plan.depth)  # of caches
     SpeculativeDecoder(model, tokenizer, probes, capacity, verifier=_Reader(texts)).generate(prompts, **options)
@@ -230,9 +221,7 @@ def _record(
             seed=seeds[row],
             **distribution_arrays("target", distribution, plan.top),
             probability=distribution[torch.arange(len(text), device="cpu"), text].numpy(),
-            drafted=tuple(
-                replace(columns[row], **grown.arrays(row)) for columns, grown in zip(drafted, trees, strict=True)
-            ),
+            drafted=tuple(Drafted(**columns[row], **trees.columns(row)) for columns, trees in drafted),
         )
         for row, (text, distribution) in enumerate(zip(texts, distributions, strict=True))
     ]

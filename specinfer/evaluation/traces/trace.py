@@ -35,7 +35,6 @@ from specinfer.common.versions import versions
 from specinfer.decoder import SpeculativeDecoder
 from specinfer.errors import InputError
 from specinfer.evaluation.provenance import machine, models_of
-from specinfer.evaluation.traces.transport import WITHOUT
 
 FORMAT = 5
 FIELDS = {"number"}  # of every record
@@ -97,28 +96,6 @@ class Drafted:
     accepted_without_replacement: Floats
     best: Floats
     best_without_replacement: Floats
-
-    @classmethod
-    def blank(cls, n: int, depth: int, top: int, kept: int, draws: int) -> "Drafted":
-        """Return columns to be filled, without trees and with no candidates; ``kept`` is k of distributions."""
-        ids, none = np.zeros((n, depth, kept), np.int32), np.zeros(0, np.float32)
-        of_draws = np.zeros((n, depth, draws), np.float32)
-        return cls(
-            first=np.zeros(n + 1, np.int32),
-            tree_tokens=none.astype(np.int32),
-            tree_parents=none.astype(np.int32),
-            tree_scores=none,
-            tokens=np.full((n, depth, top), -1, np.int32),
-            log_probs=np.full((n, depth, top), -np.inf, np.float32),
-            distribution_tokens=ids,
-            distribution_probs=ids.astype(np.float32),
-            probability=np.zeros((n, depth), np.float32),
-            tests=np.tile(np.arange(1, draws + 2, dtype=np.float32), (n, depth, 1)),  # of a q that draws nothing
-            without_replacement=of_draws,
-            accepted_without_replacement=of_draws.copy(),
-            best=of_draws.copy(),
-            best_without_replacement=of_draws[..., :WITHOUT].copy(),
-        )
 
     def candidates(self, coupled: bool = True) -> Ids:
         """Return the tokens that the draft ranks first, (n, D, k); if not coupled, by its distribution.  -1 = none."""
