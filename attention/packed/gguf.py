@@ -142,8 +142,7 @@ class _Header:
 
     def number(self, form: Struct) -> int:
         """Read a number."""
-        found: int = form.unpack(self.take(form.size))[0]
-        return found
+        return form.unpack(self.take(form.size))[0]
 
     def counted(self, least: int, what: str) -> int:
         """Read how many of something follow, each at least so many bytes."""

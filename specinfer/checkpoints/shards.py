@@ -70,11 +70,9 @@ class Shards:
         """Return a tensor."""
         stored = self.tensors[name]
         if stored.part is None:
-            found: Tensor = stored.file.get_tensor(name)
-            return found
+            return stored.file.get_tensor(name)
         expert, rows = stored.part
-        found = stored.file.get_slice(stored.name)[expert]
-        return found[rows]
+        return stored.file.get_slice(stored.name)[expert][rows]
 
     def refusal(self, what: str, advice: str = "get the whole checkpoint, and the config.json of it") -> ModelError:
         """Return an error to raise."""

@@ -43,8 +43,7 @@ class Completion(Answer[CompletionBody]):
         """Return how likely a prompt is after its first token."""
         if len(ids) == 1:
             return Score([], [], [])
-        score: Score = self.served.decoder.score(ids[:1], ids[1:], top_logprobs=self.body.logprobs or 0)
-        return score
+        return self.served.decoder.score(ids[:1], ids[1:], top_logprobs=self.body.logprobs or 0)
 
     def first_chunks(self) -> Iterator[dict[str, object]]:
         """Yield the chunks of prompts that are echoed."""

@@ -98,8 +98,7 @@ def response_template(decoder: SpeculativeDecoder) -> dict[str, object] | None:
         from transformers.cli.serving.utils import get_response_template
     except ImportError:
         return getattr(decoder.tokenizer, "response_template", None)
-    found: dict[str, object] | None = get_response_template(decoder.tokenizer, decoder.target.model)
-    return found
+    return get_response_template(decoder.tokenizer, decoder.target.model)
 
 
 class Form(NamedTuple):
