@@ -157,7 +157,7 @@ class Answer(Generic[B]):
         """Return the chunk of an error."""
         return error.body
 
-    def chunks(self) -> Iterator[dict[str, object]]:
+    def chunks(self) -> Iterator[dict[str, Any]]:
         """Yield the chunks of the new text of all choices."""
         for index, choice in enumerate(self.choices):
             if news := choice.news():

@@ -38,7 +38,6 @@ SAME = {  # options of the engine that clients know by another name
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
 }
-SHARED = ("model", "temperature", "top_p", "stream", "seed", "cache_salt")  # by responses and chats
 # Fields that would change the text if they were ignored: names, values that mean nothing, and what to do.
 REFUSED: list[tuple[str, tuple[object, ...], str]] = [
     ("best_of", (1,), "ask for n texts"),
@@ -118,17 +117,24 @@ class StreamOptions(Struct):
     include_usage: bool | None = None
 
 
-class Body(Struct, kw_only=True):
-    """The fields that both kinds of requests have; None is the usual."""
+class Shared(Struct, kw_only=True):
+    """The fields that requests of all kinds have; None is the usual."""
 
     model: str | None = None
-    n: Annotated[int, Meta(ge=1, le=16)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
     stream: bool | None = None
+    seed: int | None = None
+    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
+
+
+class Body(Shared, kw_only=True):
+    """The fields that chats and completions have; None is the usual."""
+
+    n: Annotated[int, Meta(ge=1, le=16)] | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     presence_penalty: Penalty | None = None
@@ -136,8 +142,6 @@ class Body(Struct, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], Meta(max_length=1024)] | None = None
     stop: StopString | Annotated[list[StopString], Meta(max_length=4)] | None = None
-    seed: int | None = None
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     ignore_eos: bool | None = None
     response_format: dict[str, object] | None = None
 
@@ -351,20 +355,14 @@ class TextOptions(Struct):
     format: dict[str, object] | None = None
 
 
-class ResponseBody(Struct, kw_only=True):
+class ResponseBody(Shared, kw_only=True):
     """A request for a response, as the newer form calls the next message of a conversation."""
 
     input: str | Annotated[list[InputMessage], Meta(min_length=1, max_length=2048)]
-    model: str | None = None
     instructions: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     text: TextOptions | None = None
-    stream: bool | None = None
-    seed: int | None = None
     metadata: dict[str, str] | None = None
-    cache_salt: Annotated[str, Meta(max_length=256)] | None = None
     tools: Annotated[list[object], Meta(max_length=0)] | None = None  # in chats they are
 
     @property
@@ -384,7 +382,7 @@ class ResponseBody(Struct, kw_only=True):
             messages=[*begun, *(Message(each.role, each.content) for each in told)],
             max_tokens=self.max_output_tokens,
             response_format=form,
-            **{name: getattr(self, name) for name in SHARED},
+            **{name: getattr(self, name) for name in Shared.__struct_fields__},
         )
 
 

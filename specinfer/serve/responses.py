@@ -50,7 +50,7 @@ class Reply(Chat):
         for delta in self._contents(news):
             yield self._of_text("response.output_text.delta", delta=delta, logprobs=[])
         if news.reason:
-            status = _status(news.reason)
+            status = "incomplete" if news.reason == "length" else "completed"
             item = self._item(status, [self._part()])
             yield self._of_text("response.output_text.done", text=self.text, logprobs=[])
             yield self._of_text("response.content_part.done", part=self._part())
@@ -58,13 +58,9 @@ class Reply(Chat):
             yield {"type": f"response.{status}", "response": self._response(status, [item])}
 
     def whole(self) -> dict[str, object]:
-        """Return the answer in one piece, once its request is done."""
-        news = self.choices[0].news()
-        assert news
-        assert news.reason
-        [*self._contents(news)]
-        status = _status(news.reason)
-        return self._response(status, [self._item(status, [self._part()])])
+        """Return the answer in one piece, once its request is done: the last event holds it."""
+        *_, last = self.chunks()
+        return last["response"]
 
     def _contents(self, news: News) -> Iterator[str]:
         """Yield the new parts of the message, and add them to the text."""
@@ -116,8 +112,3 @@ class Reply(Chat):
             "output_tokens_details": {**used["completion_tokens_details"], "reasoning_tokens": 0},
             "total_tokens": used["total_tokens"],
         }
-
-
-def _status(reason: str) -> str:
-    """Return the status of a text that ended for a reason."""
-    return "incomplete" if reason == "length" else "completed"
