@@ -125,10 +125,9 @@ class Chat(Answer[ChatBody]):
         """Return log-probabilities of tokens, in the form of messages."""
         if not tokens:
             return None
-        return {"content": [self._token(*each[:2]) | self._top(each) for each in tokens], "refusal": None}
-
-    def _top(self, each: Likely) -> dict[str, object]:
-        return {"top_logprobs": [self._token(*pair) for pair in each.top]}
+        tops = [[self._token(*pair) for pair in each.top] for each in tokens]
+        told = [self._token(*each[:2]) | {"top_logprobs": top} for each, top in zip(tokens, tops, strict=True)]
+        return {"content": told, "refusal": None}
 
     def _token(self, token: int, logprob: float | None) -> dict[str, object]:
         tokenizer = self.served.decoder.tokenizer

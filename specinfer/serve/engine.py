@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
 from math import inf, isinf
 from queue import SimpleQueue
 from threading import Thread
@@ -149,7 +148,7 @@ class Engine:
             if not request.done:
                 self._open[request] = generation
                 self.scheduler.add(request)
-        self._put(_nothing)  # wakes the thread
+        self._put(lambda: None)  # wakes the thread
 
     def abort(self, requests: Sequence[Request]) -> None:
         """Take requests back: they leave with the next step."""
@@ -171,7 +170,7 @@ class Engine:
     def close(self) -> None:
         """End the thread after the step under way, and all requests as they are."""
         self._closing = True
-        self._jobs.put(_nothing)
+        self._jobs.put(lambda: None)
         self._thread.join()
 
     def _put(self, job: Callable[[], object]) -> None:
@@ -236,7 +235,7 @@ class Engine:
                 self.metrics.whole.observe(now - generation.submitted)
                 changed.add(generation)
         if changed:
-            self._loop.call_soon_threadsafe(partial(_wake, changed))
+            self._loop.call_soon_threadsafe(_wake, changed)
 
     def _count(self, request: Request, step: Step, generation: Generation, now: float) -> None:
         """Count a step of a request."""
@@ -263,10 +262,6 @@ def within(seconds: float) -> asyncio.Timeout:
 def closed() -> ApiError:
     """Return the error of a server that takes no more requests."""
     return overloaded("the server is shutting down, or its engine failed")
-
-
-def _nothing() -> None:
-    pass
 
 
 def _wake(generations: set[Generation]) -> None:
