@@ -292,11 +292,11 @@ class TokenTree(Displayed):
         import networkx
 
         graph = networkx.DiGraph(kind=str(self.kind))
-        columns = zip(self.tokens.tolist(), self.scores.tolist(), self.depths.tolist(), self.draws, strict=True)
-        for node, (token, score, depth, draws) in enumerate(columns):
-            graph.add_node(node, token=token, score=score, depth=depth, draws=draws)
-        for node in range(1, len(self)):
-            graph.add_edge(int(self.parents[node]), node, probability=self.probability(node))
+        columns = (self.tokens, self.parents, self.scores, self.depths)
+        for node, (token, parent, score, depth) in enumerate(zip(*(part.tolist() for part in columns), strict=True)):
+            graph.add_node(node, token=token, score=score, depth=depth, draws=self.draws[node])
+            if node:
+                graph.add_edge(parent, node, probability=self.probability(node))
         return graph
 
     def probability(self, node: int) -> float:
@@ -329,13 +329,7 @@ class TokenTree(Displayed):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenTree):
             return NotImplemented
-        return (
-            self.kind == other.kind
-            and self.draws == other.draws
-            and all(np.array_equal(getattr(self, n), getattr(other, n)) for n in ("tokens", "parents", "scores"))
-            and self.distributions.keys() == other.distributions.keys()
-            and all(np.array_equal(q, other.distributions[key]) for key, q in self.distributions.items())
-        )
+        return self.to_dict() == other.to_dict()
 
     def __repr__(self) -> str:
         return f"TokenTree(num_drafted={self.num_drafted}, depth={self.depth}, kind={str(self.kind)!r})"
