@@ -14,7 +14,7 @@ The arrays of this module number the nodes of all rows through.  Roots stand in 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -106,9 +106,7 @@ class Nodes:
             return self
         start, end = self.starts[row : row + 2].tolist()
         if end - start == 1:  # most rows of plain decoding, whose trees are kept with the results
-            return Nodes(
-                BARE.starts, self.tokens[start:end].copy(), BARE.parents, BARE.depths, BARE.scores, BARE.draws, {}
-            )
+            return replace(BARE, tokens=self.tokens[start:end].copy())
         first, last = np.searchsorted(self.draws.nodes, (start, end))
         nodes, drafts, orders = (column[first:last].copy() for column in self.draws)
         return Nodes(
