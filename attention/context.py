@@ -83,8 +83,7 @@ class AttentionSpec(NamedTuple):
             )
         window = getattr(config, "sliding_window", None)
         default = ["full_attention"] if window is None else ["sliding_attention"]
-        named = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
-        types = [*(named or default)]
+        types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or default
         known: dict[str, int | None] = {"full_attention": None, "global": None}
         if window is not None:
             known["sliding_attention"] = window
