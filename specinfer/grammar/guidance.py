@@ -156,9 +156,8 @@ class GuidanceMatcher:
 
     def _mask(self) -> Mask:
         size = self._tokenizer.vocab_size
-        bits = np.zeros((size + 31) // 32, np.uint32)
-        self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
-        mask = np.unpackbits(bits.view(np.uint8), bitorder="little", count=size).view(np.bool_)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        mask = np.unpackbits(bits, bitorder="little", count=size).view(np.bool_)
         # where a grammar's text spells a special token, the mask allows that token, which is then refused
         spelt = [(text, n) for text, n in self._special.items() if mask[n] and not self._matcher.validate_tokens([n])]
         for _, token in spelt:
