@@ -7,36 +7,25 @@ Knows token trees and models; does not know drafting, verification, sampling or 
 from specinfer.attention.cache import TreeCache
 from specinfer.attention.check import ModelCheck, check_model
 from specinfer.attention.forward import autocast_as_now
-from specinfer.attention.layout import (
-    AttentionSpec,
-    Layout,
-    attention_mask,
-    lay_out_chains,
-    lay_out_level,
-    lay_out_trees,
-)
-from specinfer.attention.model import TreeModel, TreeSession, evaluating, resumed, running
+from specinfer.attention.layout import Layout, lay_out_chains, lay_out_level
+from specinfer.attention.model import TreeModel, TreeSession, resumed, running
 from specinfer.attention.offload import device_of, embedded, is_dispatched, resident, value_of, weight_of
 from specinfer.attention.verdicts import Support
 
 __all__ = [
-    "AttentionSpec",
     "Layout",
     "ModelCheck",
     "Support",
     "TreeCache",
     "TreeModel",
     "TreeSession",
-    "attention_mask",
     "autocast_as_now",
     "check_model",
     "device_of",
     "embedded",
-    "evaluating",
     "is_dispatched",
     "lay_out_chains",
     "lay_out_level",
-    "lay_out_trees",
     "resident",
     "resumed",
     "running",

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from specinfer.attention.context import Context
-from specinfer.attention.layout import AttentionSpec
+from specinfer.attention.context import AttentionSpec, Context
 from specinfer.attention.offload import device_of, is_dispatched, its_turn, spans_devices
 from specinfer.attention.torch_private import modules_of
 from specinfer.common.ranks import Ranks

@@ -3,19 +3,8 @@
 from specinfer.tree.candidates import draw_candidates, top_candidates
 from specinfer.tree.forest import Forest, Frontier, Growth, merge
 from specinfer.tree.lattice import Lattice
-from specinfer.tree.nodes import Nodes, ancestors
-from specinfer.tree.policies import (
-    BestFirst,
-    Chain,
-    DenseSource,
-    Expansion,
-    LatticeSource,
-    Policy,
-    Sampled,
-    Source,
-    grow_best_first,
-)
-from specinfer.tree.tidy import tidy
+from specinfer.tree.nodes import Nodes
+from specinfer.tree.policies import BestFirst, Chain, DenseSource, Expansion, Policy, Sampled, Source, grow_best_first
 from specinfer.tree.token_tree import Draw, Kind, TokenTree
 
 __all__ = [
@@ -29,16 +18,13 @@ __all__ = [
     "Growth",
     "Kind",
     "Lattice",
-    "LatticeSource",
     "Nodes",
     "Policy",
     "Sampled",
     "Source",
     "TokenTree",
-    "ancestors",
     "draw_candidates",
     "grow_best_first",
     "merge",
-    "tidy",
     "top_candidates",
 ]

@@ -3,8 +3,6 @@
 Knows: log-probabilities on any device.  Does not know: models, trees.
 """
 
-from __future__ import annotations
-
 from math import inf, isqrt
 
 import torch

@@ -8,8 +8,6 @@ Buchheim, Juenger and Leipert ("Improving Walker's Algorithm to Run in Linear Ti
 subtree needs is shared out evenly among the smaller ones beside it.  The time is linear in nodes times depth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

@@ -10,8 +10,6 @@ with float16 scales and minima and small integer factors, so that all products a
 addition rounds.  The formats are those of ggml (ggml-quants.c); `numbers` equals gguf-py's `dequantize` bit by bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Knows: which keys change nothing.  Does not know: what the others mean.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 from specinfer.attention.packed.gguf import Gguf

@@ -5,8 +5,6 @@ Knows: which files of a folder belong together.  Does not know: what tensors mea
 safetensors compares a header with its file, and reads a tensor's bytes when somebody asks for it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

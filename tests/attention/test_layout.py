@@ -13,15 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import Gemma2Config, LlamaConfig, MistralConfig
 
-from specinfer.attention import (
-    AttentionSpec,
-    Layout,
-    TreeCache,
-    attention_mask,
-    lay_out_chains,
-    lay_out_level,
-    lay_out_trees,
-)
+from specinfer.attention import Layout, TreeCache, lay_out_chains, lay_out_level
+from specinfer.attention.context import AttentionSpec
+from specinfer.attention.layout import attention_mask, lay_out_trees
 from specinfer.attention.passes.plain import Padded, SideBySide
 from specinfer.errors import UnsupportedModel
 from specinfer.tree import Draw, Frontier, TokenTree

@@ -14,9 +14,9 @@ from specinfer.engine.draft import DraftContext
 from specinfer.engine.gumbel import Coupling
 from specinfer.engine.processors import Processors
 from specinfer.errors import NumericalError
-from specinfer.tree import BestFirst, Chain, Expansion, Frontier, Lattice, LatticeSource, Sampled
+from specinfer.tree import BestFirst, Chain, Expansion, Frontier, Lattice, Sampled
 from specinfer.tree import lattice as module
-from specinfer.tree.policies import grow_best_first
+from specinfer.tree.policies import LatticeSource, grow_best_first
 
 SEEDS = range(200)
 VOCAB = 1000

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import PROPERTY, token_trees
 
-from specinfer.tree import Draw, TokenTree, tidy
+from specinfer.tree import Draw, TokenTree
+from specinfer.tree.tidy import tidy
 
 EPSILON = 1e-9
 

@@ -7,8 +7,6 @@ Every method of integers is one formula, weight = scale * (integer - zero point)
 have 8 bits at most, and scales 16 if there are any, so that products and differences are exact in float32.
 """
 
-from __future__ import annotations
-
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
