@@ -131,13 +131,13 @@ class Answer(Generic[B]):
                 options["seed"] = first + number
                 made.append(decoder.prepare(ids, stopping=AfterPrompt, **options))
         self.choices = [self.choice(request) for request in made]
-        for request in made if body.asked_tokens == 0 else ():
+        for request in made if body.max_tokens == 0 else ():
             request.end("length")  # before it begins
         return made
 
     def _budget(self, length: int) -> int:
         """Return how many tokens may follow a prompt; raise `ApiError` if they do not fit the context."""
-        room, asked = self.served.context - length, self.body.asked_tokens
+        room, asked = self.served.context - length, self.body.max_tokens
         tokens = max(1, min(room, self.served.max_tokens or room)) if asked is None else asked
         if tokens > room:
             # clients look for these words, or for the code among them

@@ -151,11 +151,6 @@ class Body(Shared, kw_only=True):
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
     @property
-    def asked_tokens(self) -> int | None:
-        """How many new tokens were asked for at most."""
-        return self.max_tokens
-
-    @property
     def kept_logprobs(self) -> bool | int:
         """The engine's option `logprobs`."""
         raise NotImplementedError
@@ -279,10 +274,9 @@ class ChatBody(Body, kw_only=True):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
 
-    @property
-    def asked_tokens(self) -> int | None:
-        """How many new tokens were asked for at most."""
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def __post_init__(self) -> None:
+        if self.max_completion_tokens is not None:  # the newer name of the same
+            self.max_tokens = self.max_completion_tokens
 
     @property
     def kept_logprobs(self) -> bool | int:
