@@ -271,13 +271,9 @@ def depth_first(
         for node in same:
             numbers[node] = number
             for child in below[node]:
-                if (token := tokens[child]) in children:
-                    children[token].append(child)
-                else:
-                    children[token] = [child]
-        if children:
-            ranked = [(max([scores[child] for child in each]), -token, each) for token, each in children.items()]
-            waiting += [(each, number, depth + 1, best) for best, _, each in sorted(ranked)]
+                children.setdefault(tokens[child], []).append(child)
+        ranked = [(max([scores[child] for child in each]), -token, each) for token, each in children.items()]
+        waiting += [(each, number, depth + 1, best) for best, _, each in sorted(ranked)]
     return np.array(numbers, np.int64), found
 
 
