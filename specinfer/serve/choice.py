@@ -10,7 +10,6 @@ from specinfer.engine.detokenize import Pieces
 from specinfer.engine.requests import Request
 from specinfer.engine.sequence import Stopping
 from specinfer.errors import InputError, SamplingError
-from specinfer.serve.engine import ENDS
 from specinfer.serve.protocol import failed, overloaded, refused
 
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -119,7 +118,7 @@ class Choice:
         """
         if error := self.request.error:
             raise refused(error) if isinstance(error, InputError | SamplingError) else failed()
-        if self.request.finish_reason not in ENDS:
+        if self.request.finish_reason not in REASONS:
             raise overloaded("the server shut down before the text ended")
         return REASONS[self.request.finish_reason]
 
