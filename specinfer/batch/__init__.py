@@ -7,14 +7,13 @@ A line of a file is an object with "prompt" (text, chat messages or token ids), 
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
-from specinfer.calls.many import Finished
 from specinfer.common.files import locked
 from specinfer.common.progress import Progress
 from specinfer.common.records import Record, Records
@@ -137,7 +136,9 @@ def generate_files(
         found = decoder.generate_many(rows, max_rows=max_rows, **options)
         started, tokens, refused = perf_counter(), 0, sum(held.values())
         progress("prompts", len(held), len(prompts), {"tokens": 0})
-        for count, record in enumerate(_written(found, left, records), 1):
+        for count, finished in enumerate(found, 1):
+            record = left[finished.number].where | finished.to_dict()
+            records.append(record)
             tokens, refused = tokens + record.get("new_tokens", 0), refused + ("error" in record)
             progress("prompts", len(held) + count, len(prompts), {"tokens": tokens})
     return Summary(Path(out), len(prompts), refused, len(left), tokens, perf_counter() - started)
@@ -160,11 +161,3 @@ def _settings(
         "options": written,
         **versions(),
     }
-
-
-def _written(found: Iterator[Finished], left: Sequence[PromptLine], records: Records) -> Iterator[Record]:
-    """Write a record for each prompt that finishes, and yield it."""
-    for finished in found:
-        record = left[finished.number].where | finished.to_dict()
-        records.append(record)
-        yield record
