@@ -10,7 +10,7 @@ Names are imported when first used, so that ``import specinfer`` does not wait f
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from specinfer.common import display, versions
+from specinfer.common import versions
 from specinfer.errors import SpecinferError as SpecinferError
 
 if TYPE_CHECKING:  # for type checkers, which read no tables
@@ -82,9 +82,6 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
-
-
-display.register(lambda name: getattr(import_module("specinfer.viz"), name))
 
 
 def __dir__() -> list[str]:

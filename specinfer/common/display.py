@@ -1,26 +1,19 @@
-"""How trees, steps, results and comparisons display themselves: by drawing functions that are registered here.
+"""How trees, steps, results and comparisons display themselves: by drawing functions of `specinfer.viz`.
 
-Knows: names of drawing functions.  Does not know: how they draw.  `specinfer` registers `specinfer.viz`, which is
-imported when something is drawn for the first time.  So what is drawn never imports what draws it.
+Knows: names of drawing functions.  Does not know: how they draw.  `specinfer.viz` is found by its name when something
+is drawn.  So what is drawn never imports what draws it.
 """
 
-from collections.abc import Callable
+from importlib import import_module
 from os import PathLike
 from typing import Any
 
 from specinfer.common.token_text import Tokenizer
 
-_finders: list[Callable[[str], Callable[..., object]]] = []
-
-
-def register(finder: Callable[[str], Callable[..., object]]) -> None:
-    """Register a function that finds drawing functions by name; the newest one is used."""
-    _finders.append(finder)
-
 
 def draw(name: str, *args: object, **options: object) -> Any:
     """Call the drawing function of this name."""
-    return _finders[-1](name)(*args, **options)
+    return getattr(import_module("specinfer.viz"), name)(*args, **options)
 
 
 class Displayed:
