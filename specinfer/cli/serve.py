@@ -49,10 +49,6 @@ class Access:
             raise InputError(f"{reach}: add --api-key-file FILE, or --insecure")
         return keys
 
-    def hosts(self) -> list[str]:
-        """Return the names of the host that are answered to without keys; none are all."""
-        return [*LOOPBACK] if self.host in LOOPBACK else []
-
 
 @dataclass(frozen=True)
 class Capacity:
@@ -111,7 +107,7 @@ def serve(
         max_tokens=capacity.max_tokens,
         limits=Limits(**options.chosen(vars(capacity), LIMITS)),
         keys=keys,
-        hosts=access.hosts(),
+        hosts=LOOPBACK if access.host in LOOPBACK else (),  # that are answered to without keys; none are all
         origins=access.allow_origin or (),
     )
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
