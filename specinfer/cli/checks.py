@@ -14,7 +14,7 @@ import typer
 from typer import Argument, Option
 
 from specinfer.cli import options
-from specinfer.cli.terminal import loading, print_json, quieten, show
+from specinfer.cli.terminal import loading, print_json, show
 from specinfer.common.files import write_whole
 from specinfer.common.progress import Bars
 from specinfer.common.tables import folded
@@ -51,7 +51,6 @@ def check_model(
         from specinfer.attention import check_model
         from specinfer.loading import load
 
-        quieten()
         check = check_model(load(model, **layers.loading()).model)
     show([check._asdict()], as_json)
 
@@ -98,7 +97,6 @@ def _unrefused(name: str, dtype: str, device: str, quantize: str | None) -> "str
     from specinfer.decoder import WORDS, load_draft
     from specinfer.drafts.published.formats import PublishedDraft
 
-    quieten()
     if name in WORDS:
         return name
     draft = load_draft(name, dtype, device, quantize)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from specinfer.cli import options
-from specinfer.cli.terminal import loading, print_json, quieten, resumable, show
+from specinfer.cli.terminal import loading, print_json, resumable, show
 from specinfer.common.progress import Bars, busy
 from specinfer.common.records import Record
 from specinfer.errors import InputError
@@ -94,7 +94,6 @@ def distill(
     recipe = training.Recipe(number, arch, written.settings(seed), steps.settings(seed))
     asked, documents = training.read_prompts(prompts), training.read_documents(text or ())
     with loading(target):
-        quieten()
         loaded = load(target, device.dtype, device.device)
     with busy("reading the prompts"), resumable(out):
         recipe = replace(recipe, start=_folders(start or (), loaded))

@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from specinfer.cli import options
-from specinfer.cli.terminal import loading, print_json, quieten, resumable
+from specinfer.cli.terminal import loading, print_json, resumable
 from specinfer.common.progress import Bars, busy
 from specinfer.errors import InputError
 
@@ -80,8 +80,6 @@ def compare(
     with loading():
         from specinfer.evaluation.compare import Comparison
         from specinfer.evaluation.compare import compare as run
-
-        quieten()
     if report_only:
         found = Comparison.read(out)
     else:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
 
 from typer import Argument, Option
 
-from specinfer.cli.terminal import loading, only_first_prints, quieten
+from specinfer.cli.terminal import loading, only_first_prints
 from specinfer.common.advice import did_you_mean
 from specinfer.common.files import checked_path, parse_json
 from specinfer.errors import InputError
@@ -257,7 +257,6 @@ def load_decoder(
 
         if grown is not None:
             options["tree"] = grown()
-        quieten()
         if options.get("tensor_parallel", 1) > 1:
             only_first_prints()
         return SpeculativeDecoder.from_pretrained(target, drafts or "auto", **options)

@@ -48,13 +48,14 @@ def loading(what: str | None = None) -> Iterator[None]:
     """Say that models are loaded, for as long as it takes.
 
     Importing and loading make hardly any garbage, and to look for it takes a sixth of the time: it is not looked for.
-    What packages log while they are imported is not for users.
+    What packages log while they are imported is not for users, and neither is transformers' advice from now on.
     """
     collecting, silenced = gc.isenabled(), logging.root.manager.disable
     gc.disable()
     logging.disable(logging.WARNING)
     try:
         with busy(f"loading {what or 'the models'}"):
+            _quieten()
             yield
     finally:
         logging.disable(silenced)
@@ -76,7 +77,7 @@ def resumable(out: Path) -> Iterator[None]:
         raise SystemExit(INTERRUPTED) from None
 
 
-def quieten() -> None:
+def _quieten() -> None:
     """Silence transformers' advice, and its progress bars unless standard error is a terminal."""
     from transformers.utils import logging
 
