@@ -165,7 +165,7 @@ def encode(
         raise InputError("the prompt is empty: there is nothing to continue")
     single = isinstance(prompt, str) or isinstance(prompt[0], int | Mapping)
     items = [prompt] if single else prompt
-    written = [_is_rendered(item, tokenizer, raw) for item in items]
+    written = ["" if raw or not isinstance(item, str) else begins_as_rendered(item, tokenizer) for item in items]
     rows = [_encode_one(item, tokenizer, raw or bool(by), chat) for item, by in zip(items, written, strict=True)]
     for index, row in enumerate(rows):
         if not row:
@@ -205,11 +205,6 @@ def _check_padding(rows: Sequence[Sequence[object]], pad: int | None) -> None:
 def _is_text(item: object) -> bool:
     """Return whether a prompt is text or chat messages, not token ids."""
     return isinstance(item, str) or (isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping))
-
-
-def _is_rendered(item: object, tokenizer: object, raw: bool) -> str:
-    """Return the special token by which a string shows that a chat template wrote it, or ""."""
-    return begins_as_rendered(item, tokenizer) if isinstance(item, str) and not raw else ""
 
 
 def _encode_one(item: Any, tokenizer: PreTrainedTokenizerBase | None, raw: bool, chat: ChatOptions) -> list[int]:
