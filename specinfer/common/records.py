@@ -83,8 +83,11 @@ class Records:
             if not line.endswith(b"\n"):
                 log.warning("%s: the last line was cut off, and counts as not there", self.path)
                 return
-            record = self._parse_line(line)
-            if record is None:
+            try:
+                record = parse_json(line)
+            except ValueError:
+                record = None
+            if not isinstance(record, dict) or not record.keys() >= self.fields:
                 raise InputError(f"{self.path}, line {number} is damaged, and not only cut off: remove that line")
             yield record
 
@@ -97,14 +100,6 @@ class Records:
             return
         except OSError as error:
             raise InputError(f"cannot read {self.path}: {error.strerror}") from error
-
-    def _parse_line(self, line: bytes) -> Record | None:
-        """Return a line's record, None if it is none."""
-        try:
-            row = parse_json(line)
-        except ValueError:
-            return None
-        return row if isinstance(row, dict) and row.keys() >= self.fields else None
 
 
 def holds_results(folder: Path) -> bool:
