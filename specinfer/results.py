@@ -55,8 +55,7 @@ class Seconds:
 
     def __sub__(self, earlier: "Seconds") -> "Seconds":
         """Return what was spent since an earlier reading of the same clocks."""
-        passes = self.prefill - earlier.prefill, self.target - earlier.target, self.draft - earlier.draft
-        return Seconds(self.total - earlier.total, *passes, self.learning - earlier.learning)
+        return Seconds(**{name: value - getattr(earlier, name) for name, value in vars(self).items()})
 
     def to_dict(self) -> dict[str, float]:
         """Return a JSON-ready dict, bookkeeping included."""
