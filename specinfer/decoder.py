@@ -641,8 +641,7 @@ class SpeculativeDecoder:
                 named = f" ({self.target.context.setting})" if self.target.context.setting else ""
                 sizes = f"{len(row)} prompt tokens + {budget} new ones exceed the target's context of {limit}{named}"
                 less = f" or ask for at most {limit - len(row)} new tokens" if limit > len(row) else ""
-                advice = f"shorten the prompt{less}"
-                raise InputError(f"row {index}: {sizes}: {advice}")
+                raise InputError(f"row {index}: {sizes}: shorten the prompt{less}")
 
     def _ready(self, drafts: list[object]) -> list[Draft]:
         """Return drafts in the order given, with "auto" and "bundled" replaced by what they mean."""
