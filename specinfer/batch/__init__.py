@@ -127,8 +127,8 @@ def generate_files(
     checked_names("out", out)
     first = row_seeds(seed, 1)[0]
     made_by = {**_settings(decoder, prompts, {**options, "seed": first}), **machine(decoder.target.device)}
-    with locked(out):
-        records = Records(Path(out), FIELDS, "a run over prompts")
+    with locked(out) as folder:
+        records = Records(folder, FIELDS, "a run over prompts")
         records.begin(made_by)
         held = {record["number"]: "error" in record for record in records}  # whether it was refused
         left = [prompt for prompt in prompts if prompt.number not in held]
@@ -141,7 +141,7 @@ def generate_files(
             records.append(record)
             tokens, refused = tokens + record.get("new_tokens", 0), refused + ("error" in record)
             progress("prompts", len(held) + count, len(prompts), {"tokens": tokens})
-    return Summary(Path(out), len(prompts), refused, len(left), tokens, perf_counter() - started)
+    return Summary(folder, len(prompts), refused, len(left), tokens, perf_counter() - started)
 
 
 def _settings(

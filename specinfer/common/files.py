@@ -12,6 +12,7 @@ from errno import EDQUOT, ENOSPC
 from itertools import chain
 from pathlib import Path
 from secrets import token_hex
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from filelock import FileLock, Timeout
@@ -92,8 +93,8 @@ def sync(*paths: Path) -> None:
 
 
 @contextmanager
-def locked(folder: str | Path | None) -> Iterator[None]:
-    """Hold a folder during a run that fills it; None holds nothing.
+def locked(folder: str | Path | None) -> Iterator[Path]:
+    """Hold a folder during a run that fills it, and yield it; None is a temporary one.
 
     The system releases it when the process ends, however it ends.  Half-written files of killed runs are removed.
 
@@ -102,7 +103,8 @@ def locked(folder: str | Path | None) -> Iterator[None]:
         SpecinferError: the disk is full.
     """
     if folder is None:
-        yield
+        with TemporaryDirectory() as temporary:
+            yield Path(temporary)
         return
     folder = Path(folder)
     lock = FileLock(folder / LOCK, timeout=0)
@@ -115,7 +117,7 @@ def locked(folder: str | Path | None) -> Iterator[None]:
     try:
         for unfinished in (*folder.glob(UNFINISHED), *folder.glob(f"*/{UNFINISHED}")):
             unfinished.unlink(missing_ok=True)
-        yield
+        yield folder
     finally:
         lock.release()
 

@@ -10,9 +10,7 @@ Does not know: what the work is (`plan`), models (`runner`), how a method decode
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from specinfer.common.files import locked
 from specinfer.common.progress import Bars, Progress
@@ -84,8 +82,8 @@ def compare(
     checked_names("out", "" if out is None else out)
     lists = {name: list(given[name]) if isinstance(given[name], list | tuple) else [given[name]] for name in LISTS}
     plan = Plan(**given | lists)
-    with nullcontext(out) if out is not None else TemporaryDirectory() as folder, locked(folder):
-        return _run(plan, Path(folder), progress or Bars())
+    with locked(out) as folder:
+        return _run(plan, folder, progress or Bars())
 
 
 def _run(plan: Plan, folder: Path, progress: Progress) -> Comparison:

@@ -10,10 +10,8 @@ tokens, and probes stand for the drafts.  A probe asks its draft one question af
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
@@ -90,8 +88,8 @@ def record(
     rows = _read(decoder, prompts, raw, plan.max_new_tokens)
     settings = trace_settings(decoder, plan._asdict(), temperature)
     write = partial(_record, decoder, plan=plan, temperature=temperature)
-    with nullcontext(out) if out is not None else TemporaryDirectory() as folder, locked(folder):
-        kept = TraceFolder(Path(folder), settings)
+    with locked(out) as folder:
+        kept = TraceFolder(folder, settings)
         kept.records.begin(settings)
         texts = _fill(kept, rows, seed, batch, write, progress)  # the folder may hold more
         refused = {number: reason for number, reason in kept.refused().items() if number < len(rows)}
