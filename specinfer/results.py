@@ -193,10 +193,9 @@ class Stats:
     cached_tokens: int = 0  # of the prompt, which the target had read before: see `engine.store.PrefixStore`
 
     def __repr__(self) -> str:
-        rate = (
-            f"tokens_per_target_pass={self.tokens_per_target_pass:.2f}, tokens_per_second={self.tokens_per_second:.1f}"
-        )
-        return f"Stats(new_tokens={self.new_tokens}, target_passes={self.target_passes}, {rate})"
+        counts = f"new_tokens={self.new_tokens}, target_passes={self.target_passes}"
+        rate = f"tokens_per_target_pass={self.tokens_per_target_pass:.2f}"
+        return f"Stats({counts}, {rate}, tokens_per_second={self.tokens_per_second:.1f})"
 
     @property
     def tokens_per_target_pass(self) -> float:
@@ -449,11 +448,6 @@ def tried(tree: TokenTree, path: Sequence[int]) -> set[int]:
         until = drawn.index(accepted) + 1 if accepted is not None and tree.kind is not Kind.RANKED else len(drawn)
         nodes.update(drawn[:until])
     return nodes
-
-
-def acceptance_by_depth(steps: list[Step]) -> tuple[float, ...]:
-    """Return, per depth 1, 2, ..., the share of steps with an accepted node there, of those that had a node to test."""
-    return tuple(accepted / tested for accepted, tested in counts_by_depth(steps))
 
 
 def counts_by_depth(steps: Iterable[Step]) -> list[tuple[int, int]]:

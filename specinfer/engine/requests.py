@@ -15,7 +15,7 @@ from specinfer.engine.processors import Processors
 from specinfer.engine.sampling import GenerationSettings
 from specinfer.engine.sequence import Row, Stopping
 from specinfer.engine.sessions import Clocks, Decoder, Reading
-from specinfer.results import UNFINISHED, Result, Stats, Step, TreeSizes, acceptance_by_depth, contribution, paid
+from specinfer.results import UNFINISHED, Result, Stats, Step, TreeSizes, contribution, counts_by_depth, paid
 from specinfer.tree import Policy
 
 
@@ -182,7 +182,7 @@ def result_of(
         new_tokens=len(new),
         target_passes=len(steps),
         draft_passes=sum(passes for passes, _ in drafting),
-        acceptance_by_depth=acceptance_by_depth(steps),
+        acceptance_by_depth=tuple(accepted / tested for accepted, tested in counts_by_depth(steps)),
         seconds=spent.seconds,
         notes=tuple(notes),
         tree_sizes=tree_sizes,
