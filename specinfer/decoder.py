@@ -255,22 +255,19 @@ class SpeculativeDecoder:
     @property
     def networks(self) -> list[TreeModel]:
         """Everything that runs passes: the target, and drafts that are models or heads."""
-        return [model for _, model in self._named_networks()]
+        return [self.target, *(draft.model for draft in self.drafts if isinstance(draft.model, TreeModel))]
 
     @cached_property
     def guidance(self) -> Guidance:
         """What compiles grammars for the target's tokenizer."""
         return Guidance(self.tokenizer, self.target.vocab_size)
 
-    def _named_networks(self) -> list[tuple[str, TreeModel]]:
-        drafts = [(draft.name, draft.model) for draft in self.drafts]
-        return [("target", self.target), *((name, model) for name, model in drafts if isinstance(model, TreeModel))]
-
     @property
     def passes(self) -> str:
         """How the passes of target and drafts run, and why some are not compiled, in one line."""
         ways = [f"{model.ways}{' (activations in 8 bits)' * rounds_states(model.model)}" for model in self.networks]
-        named = [f"{name} {way}" for (name, _), way in zip(self._named_networks(), ways, strict=True)]
+        names = ["target", *(draft.name for draft in self.drafts if isinstance(draft.model, TreeModel))]
+        named = [f"{name} {way}" for name, way in zip(names, ways, strict=True)]
         return f"passes: {', '.join(named if len(set(ways)) > 1 else ways[:1])}"
 
     @property
@@ -797,11 +794,9 @@ def check_sizes(target: TreeModel, draft: ModelDraft) -> None:
     """Raise `TokenizerMismatch` if a draft's vocabulary is not the target's by its size alone: padding is small."""
     sizes = draft.model.vocab_size, target.vocab_size
     if abs(sizes[0] - sizes[1]) > PADDING:
-        differ = (
-            f"draft {draft.name} knows {sizes[0]} tokens, the target {sizes[1]}, and nothing says which are the same"
-        )
+        differ = f"draft {draft.name} knows {sizes[0]} tokens, the target {sizes[1]}"
         advice = "give tokenizer= of the target, and ModelDraft(model, tokenizer) of the draft"
-        raise TokenizerMismatch(f"{differ}: {advice}")
+        raise TokenizerMismatch(f"{differ}, and nothing says which are the same: {advice}")
 
 
 def row_seeds(seed: int | Sequence[int] | None, rows: int, ranks: Ranks = ALONE, sequences: int = 1) -> list[int]:
