@@ -212,10 +212,6 @@ class ModelDraftSession(LevelRows, CachedRows):
         self.note_cached(0)
         return logits.padded()
 
-    def longest_uncached(self) -> int:
-        """Return the most tokens that the cache lacks of a row."""
-        return max(map(len, self.uncached), default=0)
-
     def read_ahead(self) -> None:
         """Feed and commit each row's uncached tokens except the root."""
         inputs = self._uncached_inputs()
@@ -259,10 +255,10 @@ class HeadDraftSession(ModelDraftSession):
         self.columns = state_columns(aux_layers, context, self.device)
         shape = 1, *model.model.pass_inputs[0]["target_states"]
         nothing = torch.zeros(shape, dtype=model.dtype, device=model.device)
-        self.states: list[list[Tensor]] = []  # per row, the target's states that chose its uncached tokens
+        self.states: list[Tensor] = []  # per row, the target's states that chose its uncached tokens
         for uncached, states in zip(self.uncached, context.states, strict=True):
-            given = [] if states is None else [states[-len(uncached) :, self.columns]]
-            self.states.append([nothing[: len(uncached) - sum(map(len, given))], *given])  # none chose a first token
+            given = nothing[:0] if states is None else states[-len(uncached) :, self.columns]
+            self.states.append(torch.cat((nothing[: len(uncached) - len(given)], given)))  # none chose a first token
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Forget the tree; the committed tokens are uncached, with the target's states that chose them."""
@@ -270,7 +266,7 @@ class HeadDraftSession(ModelDraftSession):
         for i, (new, chose) in enumerate(zip(tokens, states, strict=True)):
             if new is not None and chose is not None:
                 self.uncached[i] += new
-                self.states[i].append(chose[:, self.columns])
+                self.states[i] = torch.cat((self.states[i], chose[:, self.columns]))
         self.advance(tokens)
 
     def read(self, row: int, ids: Sequence[int]) -> Cached | None:
@@ -300,13 +296,12 @@ class HeadDraftSession(ModelDraftSession):
 
     def _uncached_inputs(self) -> dict[str, list[Tensor]]:
         """Return the target's states that chose each row's uncached tokens."""
-        self.states = [[torch.cat(row)] for row in self.states]
-        return {"target_states": [states for (states,) in self.states]}
+        return {"target_states": self.states}
 
     def note_cached(self, left: int) -> None:
         """Take note of what was committed, and forget the states that chose it."""
         super().note_cached(left)
-        self.states = [[states[len(states) - left :]] for (states,) in self.states]
+        self.states = [states[len(states) - left :] for states in self.states]
 
 
 def _bound(tokens: Sequence[int]) -> int:

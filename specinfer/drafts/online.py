@@ -144,7 +144,7 @@ class OnlineHeadSession(HeadDraftSession):
         super().__init__(model, draft.aux_layers, context, draft.inverse_temperature)
         self.buffer = draft.buffer
         rows = zip(self.uncached, self.states, strict=True)
-        self.recorders = [Recorder(tokens, torch.cat(states), self.draft) for tokens, states in rows]
+        self.recorders = [Recorder(tokens, states, self.draft) for tokens, states in rows]
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Record what each row committed; a row that is retired leaves its example."""

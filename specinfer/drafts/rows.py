@@ -7,6 +7,7 @@ Does not know: where logits come from.
 from abc import abstractmethod
 from collections.abc import Sequence
 from math import inf
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -194,14 +195,15 @@ class CachedRows(DraftRows, Clocked):
 
     Attributes:
         session: of the network, a `TreeSession`.
-        uncached: per row, what its cache lacks.
+        uncached: per row, what its cache lacks, token by token.
     """
 
     per_row = (*DraftRows.per_row, "uncached")
+    uncached: list[Any]
 
-    @abstractmethod
     def longest_uncached(self) -> int:
         """Return the most tokens that the cache lacks of a row."""
+        return max(map(len, self.uncached), default=0)
 
     @abstractmethod
     def read_ahead(self) -> None:

@@ -40,10 +40,10 @@ class BlockRows(CachedRows, DepthsSession):
         shape = len(self.network.config.target_layer_ids), self.network.target_size
         nothing = torch.zeros(0, *shape, dtype=model.dtype, device=model.device)
         left = begun(self.session, context.prompts, context.known)
-        self.uncached = [[nothing] for _ in left]  # per row, the target's states at tokens that are not in the cache
-        for row, tokens, states in zip(self.uncached, left, context.states, strict=False):
-            if states is not None:
-                row.append(states[len(states) - len(tokens) + 1 :, self.columns].to(nothing))
+        self.uncached = [  # per row, the target's states at tokens that are not in the cache
+            nothing if states is None else states[len(states) - len(tokens) + 1 :, self.columns].to(nothing)
+            for tokens, states in zip(left, context.states, strict=True)
+        ]
         self.slot_states: Tensor | None = None  # (B, D, H) of this step, for heads that read them
 
     @property
@@ -60,8 +60,7 @@ class BlockRows(CachedRows, DepthsSession):
         """Feed a block and the uncached context; keep the context: logits (B, D, V') of depths 1 ... D."""
         config, device = self.network.config, self.session.model.device
         self.catch_up()
-        states = [torch.cat(row) for row in self.uncached]
-        self.uncached = [[row[:0]] for row in states]
+        states, self.uncached = self.uncached, [row[:0] for row in self.uncached]
         counts = [len(row) for row in states]
         size, width = config.block_size, self.session.repeated.width(config.block_size + max(counts))
         layout = lay_out_blocks(self.roots, config.mask_token_id, size, counts, device, width)
@@ -76,20 +75,15 @@ class BlockRows(CachedRows, DepthsSession):
 
     def read_ahead(self) -> None:
         """Feed and commit all uncached context."""
-        states = [torch.cat(row) for row in self.uncached]
-        self.session.prefill([[0] * len(row) for row in states], target_states=states)
-        self.uncached = [[row[:0]] for row in states]
-
-    def longest_uncached(self) -> int:
-        """Return the most tokens that the cache lacks of a row."""
-        return max((sum(map(len, row)) for row in self.uncached), default=0)
+        self.session.prefill([[0] * len(row) for row in self.uncached], target_states=self.uncached)
+        self.uncached = [row[:0] for row in self.uncached]
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take the states at the root and at the accepted tokens as context, and the last token as the next root."""
         self.session.commit([None if new is None else () for new in tokens])
-        for row, new, chose in zip(self.uncached, tokens, states, strict=True):
+        for row, (new, chose) in enumerate(zip(tokens, states, strict=True)):
             if new is not None and chose is not None:
-                row.append(chose[:, self.columns].to(row[0]))
+                self.uncached[row] = torch.cat((self.uncached[row], chose[:, self.columns].to(self.uncached[row])))
         super().commit(tokens, states, scored)
 
 
