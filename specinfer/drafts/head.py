@@ -29,7 +29,7 @@ from specinfer.common.files import parse_json, write_json, write_whole
 from specinfer.common.records import Record
 from specinfer.drafts.head_network import HeadNetwork, head_config
 from specinfer.drafts.language_model import HeadDraftSession
-from specinfer.drafts.published.network import check_readable
+from specinfer.drafts.published.network import attached_model, check_readable
 from specinfer.engine.draft import Draft, DraftContext
 from specinfer.errors import ModelError, TokenizerMismatch, one_line
 from specinfer.loading import tokenizer_fingerprint
@@ -128,9 +128,7 @@ class HeadDraft(Draft):
 
     def open(self, context: DraftContext) -> HeadDraftSession:
         """Start drafting for a batch of rows."""
-        if self.model is None:
-            raise ModelError(f"draft {self.name} reads a target's states: attach it to one, or give it to a decoder")
-        return HeadDraftSession(self.model, self.aux_layers, context, self.inverse_temperature)
+        return HeadDraftSession(attached_model(self), self.aux_layers, context, self.inverse_temperature)
 
 
 def _bound(head: HeadNetwork, target: PreTrainedModel) -> HeadNetwork:

@@ -32,6 +32,7 @@ from specinfer.drafts.examples import LONGEST, UNROLL, Example, ExampleBuffer, R
 from specinfer.drafts.head import HeadDraft, read_config
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.drafts.language_model import HeadDraftSession
+from specinfer.drafts.published.network import attached_model
 from specinfer.engine.draft import Committed, Draft, DraftContext, Scored, States
 from specinfer.errors import InputError, ModelError
 
@@ -77,9 +78,7 @@ class OnlineHead(HeadDraft):
 
     def open(self, context: DraftContext) -> HeadDraftSession:
         """Start drafting for a batch of rows, and keep what there is to learn."""
-        if self.model is None:
-            return super().open(context)  # which raises
-        return OnlineHeadSession(self.model, self, context)
+        return OnlineHeadSession(attached_model(self), self, context)
 
     @property
     def owner(self) -> object:

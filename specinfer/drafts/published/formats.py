@@ -24,7 +24,7 @@ from specinfer.drafts.head import target_fingerprint
 from specinfer.drafts.published import dflash, eagle, eagle3, medusa, p_eagle
 from specinfer.drafts.published.checkpoint import Checkpoint, hub_config
 from specinfer.drafts.published.conventions import LEAST, Convention, agreement, choose, write_text
-from specinfer.drafts.published.network import DraftNetwork, OpenSession, check_readable
+from specinfer.drafts.published.network import DraftNetwork, OpenSession, attached_model, check_readable
 from specinfer.engine.draft import Draft, DraftContext, DraftSession
 from specinfer.errors import InputError, ModelError, SpecinferError
 
@@ -109,9 +109,7 @@ class PublishedDraft(Draft):
 
     def open(self, context: DraftContext) -> DraftSession:
         """Start drafting for a batch of rows."""
-        if self.model is None:
-            raise ModelError(f"draft {self.name} reads a target's states: attach it to one, or give it to a decoder")
-        return self.session(self.model, self.aux_layers, context)
+        return self.session(attached_model(self), self.aux_layers, context)
 
     def _under(self, rule: Convention, target: TreeModel) -> "PublishedDraft":
         """Return a copy bound to a target under a convention."""

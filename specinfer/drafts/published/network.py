@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from types import SimpleNamespace
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specinfer.attention import TreeModel, device_of, embedded, weight_of
 from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
-from specinfer.engine.draft import DraftSession
+from specinfer.engine.draft import Draft, DraftSession
 from specinfer.errors import ModelError, UnsupportedModel
 
 Mask = Tensor | Mapping[str, Tensor] | None  # of a pass, or one for each type of layer
@@ -218,6 +218,13 @@ def check_readable(name: str, target: TreeModel) -> None:
     if target.ranks.stages > 1:
         problem = f"draft {name} reads the target's hidden states, which no process has in pipeline stages"
         raise UnsupportedModel(f"{problem}: use tensor parallelism, or other drafts: suffix, a smaller model")
+
+
+def attached_model(draft: Draft) -> Any:
+    """Return what an attached draft runs; raise `ModelError` for one that has no target yet."""
+    if draft.model is None:
+        raise ModelError(f"draft {draft.name} reads a target's states: attach it to one, or give it to a decoder")
+    return draft.model
 
 
 def moved_copy(network: Network, target: PreTrainedModel) -> Network:
