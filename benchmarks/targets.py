@@ -22,7 +22,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig
 from specinfer import ModelDraft, SpeculativeDecoder
 from specinfer.decoder import WORDS, load_draft
 from specinfer.drafts.head import HeadDraft, target_fingerprint
-from specinfer.drafts.head_network import HeadNetwork, head_config
+from specinfer.drafts.head_network import HeadNetwork
+from specinfer.drafts.published.layers import network_config
 from specinfer.drafts.rows import DraftRows
 from specinfer.engine.draft import Draft, DraftContext, DraftSession, Scored
 from specinfer.engine.gumbel import DRAFT, key, uniform
@@ -159,7 +160,7 @@ def counting_head(model: Any) -> HeadDraft:
     sizes = "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"
     fields = {name: getattr(model.config, name) for name in (*sizes, "max_position_embeddings", "rms_norm_eps")}
     layers = model.config.num_hidden_layers
-    config = head_config(**fields, num_hidden_layers=1, aux_layers=[layers // 4, layers // 2, layers])
+    config = network_config(**fields, num_hidden_layers=1, aux_layers=[layers // 4, layers // 2, layers])
     with model.device:
         head = HeadNetwork(config, torch.arange(config.vocab_size)).to(model.dtype)
         for weight in head.layers.parameters():

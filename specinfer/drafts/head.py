@@ -27,8 +27,9 @@ from specinfer.attention import TreeModel, device_of, embedded
 from specinfer.attention.torch_private import writes
 from specinfer.common.files import parse_json, write_json, write_whole
 from specinfer.common.records import Record
-from specinfer.drafts.head_network import HeadNetwork, head_config
+from specinfer.drafts.head_network import HeadNetwork
 from specinfer.drafts.language_model import HeadDraftSession
+from specinfer.drafts.published.layers import network_config
 from specinfer.drafts.published.network import attached_model, check_readable
 from specinfer.engine.draft import Draft, DraftContext
 from specinfer.errors import ModelError, TokenizerMismatch, one_line
@@ -86,7 +87,7 @@ class HeadDraft(Draft):
             weights = load_file(folder / "model.safetensors")
             _check_sizes(record, weights)
             with torch.device("meta"):  # no memory is taken before the sizes are known to fit
-                head = HeadNetwork(head_config(**record["head"]), weights["token_ids"].long())
+                head = HeadNetwork(network_config(**record["head"]), weights["token_ids"].long())
             types = {name: weight.dtype for name, weight in head.state_dict().items()}
             head.load_state_dict({name: w.to(types.get(name, w.dtype)) for name, w in weights.items()}, assign=True)
             return cls(head, record["fingerprint"], record["name"], float(record.get("inverse_temperature", 1.0)))

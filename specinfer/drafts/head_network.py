@@ -3,8 +3,6 @@
 Knows: its layers, what it borrows.  Does not know: drafting, how caches work, files, how it is trained.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -14,16 +12,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask
 
 
-def head_config(**fields: Any) -> LlamaConfig:
-    """Return a head's configuration: sizes as transformers names them, and ``aux_layers``."""
-    return LlamaConfig(**{**fields, "attn_implementation": "sdpa"})
-
-
 class HeadNetwork(AutoregressiveNetwork):
     """The trainable part; it borrows both matrices.
 
     Args:
-        config: a Llama configuration of the layer's size (``hidden_size`` is the target's), with ``aux_layers``, the
+        config: of `network_config`, of the layer's size (``hidden_size`` is the target's), with ``aux_layers``, the
             hidden states it reads.
         token_ids: (V',) int64 ascending, the target's ids that the head may propose.
     """

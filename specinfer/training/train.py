@@ -21,7 +21,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from specinfer.common.files import storing, sync
 from specinfer.common.progress import Figures, Progress
 from specinfer.drafts.head import HeadDraft, target_fingerprint
-from specinfer.drafts.head_network import HeadNetwork, head_config
+from specinfer.drafts.head_network import HeadNetwork
+from specinfer.drafts.published.layers import network_config
 from specinfer.engine.gumbel import TRAINING, key
 from specinfer.training.data import Texts
 from specinfer.training.job import TrainingJob, processes
@@ -89,7 +90,7 @@ def new_head(
     first draft itself starts from the target's last layers.
     """
     sizes = {**_layer_sizes(target), "num_hidden_layers": layers, "vocab_size": len(token_ids)}
-    head = HeadNetwork(head_config(**sizes, rms_norm_eps=1e-6, aux_layers=list(aux_layers)), token_ids)
+    head = HeadNetwork(network_config(**sizes, rms_norm_eps=1e-6, aux_layers=list(aux_layers)), token_ids)
     if earlier:
         weights = load_file(earlier[0] / "model.safetensors")
         del weights["token_ids"]

@@ -17,8 +17,9 @@ from transformers import DynamicCache
 from specinfer import BestFirst, Chain, Expansion, ModelDraft, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeModel, TreeSession
 from specinfer.drafts.head import HeadDraft, target_fingerprint
-from specinfer.drafts.head_network import HeadNetwork, head_config
+from specinfer.drafts.head_network import HeadNetwork
 from specinfer.drafts.lookup.ngram import NGramDraft
+from specinfer.drafts.published.layers import network_config
 from specinfer.drafts.unrolled import chained_mask
 from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel
 
@@ -34,7 +35,7 @@ def tiny_head(seed=0, ids=range(0, VOCAB, 2), **options):
         "rms_norm_eps": 1e-6,
         "aux_layers": list(AUX_LAYERS),
     }
-    config = head_config(**{**sizes, "num_hidden_layers": 1, **rest, **options})
+    config = network_config(**{**sizes, "num_hidden_layers": 1, **rest, **options})
     return HeadNetwork(config, torch.tensor(list(ids))).double()
 
 

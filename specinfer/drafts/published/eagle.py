@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, LlamaConfig
 
-from specinfer.drafts.head import HeadDraftSession
+from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.drafts.published.checkpoint import Checkpoint
 from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.eagle3 import layer_fields, layers_of, load_network, read_weights
