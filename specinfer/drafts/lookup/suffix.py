@@ -52,7 +52,15 @@ class LookupDraft(Draft):
     template: Sequence[int] = ()  # with which the chat template begins every prompt
 
     def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> Self:
-        """Return a copy that knows the tokenizer's special tokens and how its chat template begins."""
+        """Return a copy that knows the tokenizer's special tokens and how its chat template begins.
+
+        The memory, if there is one, is bound to its tokens.
+
+        Raises:
+            TokenizerMismatch: the memory holds other tokens.
+        """
+        if self.memory:
+            self.memory.bind(tokenizer, target.vocab_size)
         bound = copy(self)
         bound.special, bound.template = special_ids(tokenizer), template_prefix(tokenizer)
         return bound
@@ -82,18 +90,6 @@ class SuffixDraft(LookupDraft):
         self.max_context = checked_count("max_context", max_context, 1, "looks nothing up")
         self.lengths = [n for n in LENGTHS if n <= self.max_context]
         self.resuming = len(self.lengths) > LEVEL
-
-    def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None) -> Self:
-        """Return a copy that knows the tokenizer's special tokens and how its chat template begins.
-
-        The memory, if there is one, is bound to its tokens.
-
-        Raises:
-            TokenizerMismatch: the memory holds other tokens.
-        """
-        if self.memory:
-            self.memory.bind(tokenizer, target.vocab_size)
-        return super().attach(target, tokenizer)
 
     def identity(self) -> dict[str, object]:
         """Return the longest context."""
