@@ -97,12 +97,13 @@ class DraftRows(DraftSession):
         return indices if kept is None else kept.gather(2, indices), values - total
 
     def scored(self, logits: Tensor, noise: Tensor | None) -> Tensor:
-        """Return float32 scores (B, W, C) that candidates are ranked by: logits, or s log q + g plus a constant."""
-        if noise is None:
-            return logits.float()
-        if self.context.processors.chain:
+        """Return float32 scores (B, W, C) that candidates are ranked by: logits, or s log q + g plus a constant.
+
+        Logits of rows that are sampled are processed first, whether the noise is known or not.
+        """
+        if self.couplings and self.context.processors.chain:
             logits = self.processed(logits)
-        return torch.add(noise, logits, alpha=self.inverse_temperature)
+        return logits.float() if noise is None else torch.add(noise, logits, alpha=self.inverse_temperature)
 
     def processed(self, logits: Tensor) -> Tensor:
         """Return logits (B, W, C) after the target's processors."""

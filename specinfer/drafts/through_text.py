@@ -188,12 +188,6 @@ class ThroughTextSession(ModelDraftSession):
         """Return no noise for text: it is not known which of the target's tokens a token of the draft becomes."""
         return None if self.token_ids is None else super().noise_of(*asked)
 
-    def scored(self, logits: Tensor, noise: Tensor | None) -> Tensor:
-        """Return scores (B, W, C); of text after the processors, if rows are sampled."""
-        if self.token_ids is not None or not self.couplings:
-            return super().scored(logits, noise)
-        return self.processed(logits)
-
     def _tree(self, row: int, grown: TokenTree, branches: bool) -> TokenTree:
         """Return a row's tree of the target's tokens, or only its likeliest path where trees must not branch."""
         shares: ByPath = defaultdict(float)
