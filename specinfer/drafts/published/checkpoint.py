@@ -6,7 +6,7 @@ Nothing in a checkpoint is run: no remote code, and a pickle is read with ``weig
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from specinfer.common.files import WEIGHTS, parse_json
 from specinfer.common.records import Record
-from specinfer.errors import ModelError, one_line
+from specinfer.errors import ModelError, listed, one_line
 from specinfer.loading import reach_hub
 
 LISTED = 4  # names of weights in a message
@@ -115,7 +115,7 @@ def assign(checkpoint: Checkpoint, network: nn.Module, weights: Mapping[str, Ten
         if name in weights and weights[name].shape != weight.shape
     ]
     kinds = {"missing": missing, "unknown": unknown, "of another shape": shapes}
-    if wrong := [f"{len(keys)} {kind} ({_listed(keys)})" for kind, keys in kinds.items() if keys]:
+    if wrong := [f"{len(keys)} {kind} ({listed(keys, LISTED)})" for kind, keys in kinds.items() if keys]:
         raise checkpoint.refuse(f"its weights are not those of its format: {', '.join(wrong)}")
     damaged = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
     if damaged:
@@ -188,8 +188,3 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
         return torch.load(file, map_location="cpu", weights_only=True)
     except UnpicklingError as error:  # torch's message advises to run what is in it
         raise ValueError("it is damaged, or holds more than tensors, and code in it is never run") from error
-
-
-def _listed(names: Iterable[str]) -> str:
-    names = list(names)
-    return f"{'; '.join(names[:LISTED])}{'; ...' if len(names) > LISTED else ''}"
