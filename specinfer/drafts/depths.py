@@ -23,17 +23,13 @@ from specinfer.tree import Frontier, Lattice, Source
 class DepthsSession(DraftRows):
     """A draft that predicts all depths at once, at work.
 
-    Subclasses give `depth` and `predict`, and answer a policy.
+    Subclasses set `depth`, give `predict`, and answer a policy.
     """
 
+    depth: int  # D, how many depths are predicted
     device = torch.device("cpu")  # of the answers
     roots: Sequence[int]  # per row, its last committed token in this step
     _predicted: Tensor | None = None  # logits (B, D, V') of this step
-
-    @property
-    @abstractmethod
-    def depth(self) -> int:
-        """D, how many depths are predicted."""
 
     def levels_left(self) -> list[int]:
         """Return, per row, how many levels can be predicted: all or none."""

@@ -32,7 +32,7 @@ class BlockRows(CachedRows, DepthsSession):
 
     def __init__(self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> None:
         super().__init__(context)
-        self.network, self.token_ids = model.model, model.model.token_ids
+        self.network, self.token_ids, self.depth = model.model, model.model.token_ids, model.model.depth
         slots = self.network.config.block_size + CATCH_UP
         capacities = context.capacity + slots, context.max_capacity + slots
         self.session = model.session(self.batch, *capacities, self.network.draft_layers, context.graphs)
@@ -45,11 +45,6 @@ class BlockRows(CachedRows, DepthsSession):
             for tokens, states in zip(left, context.states, strict=True)
         ]
         self.slot_states: Tensor | None = None  # (B, D, H) of this step, for heads that read them
-
-    @property
-    def depth(self) -> int:
-        """D, how many depths are predicted."""
-        return self.network.depth
 
     def levels_left(self) -> list[int]:
         """Return, per row, how many levels can be predicted: all, if the block ends within the head's context."""

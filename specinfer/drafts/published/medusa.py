@@ -79,15 +79,10 @@ class MedusaSession(LatticeSession):
 
     def __init__(self, network: MedusaNetwork, aux_layers: Sequence[int], context: DraftContext) -> None:
         super().__init__(context)
-        self.network = network
+        self.network, self.depth = network, len(network.heads)
         self.column = list(context.aux_layers).index(aux_layers[0])
         # per row, the state (H,) that chose the root; a prompt of one token was not chosen
         self.states = [self._newest(states) for states in context.states]
-
-    @property
-    def depth(self) -> int:
-        """D, the number of heads."""
-        return len(self.network.heads)
 
     def levels_left(self) -> list[int]:
         """Return, per row, how many levels can be predicted: all, if a state chose its last token."""

@@ -51,14 +51,10 @@ class PEagleSession(LatticeSession, HeadDraftSession):
 
     def __init__(self, model: TreeModel, aux_layers: Sequence[int], context: DraftContext) -> None:
         self.network: PEagleNetwork = model.model
+        self.depth = self.network.depth
         slots = {name: getattr(context, name) + self.depth for name in ("capacity", "max_capacity")}
         HeadDraftSession.__init__(self, model, aux_layers, replace(context, **slots))
         self.device = torch.device("cpu")  # of the answers
-
-    @property
-    def depth(self) -> int:
-        """How many depths are predicted."""
-        return self.network.depth
 
     def levels_left(self) -> list[int]:
         """Return, per row, how many levels can be predicted: all, if they fit into the head's context."""
