@@ -260,12 +260,12 @@ def checked_share(online: object) -> float:
     Raises:
         InputError: something else.
     """
-    online = plain(online)
-    if online is False:
-        return 0.0
-    if not (online is True or (isinstance(online, int | float) and 0 < online <= 1)):
-        raise InputError(f"online={online!r:.40} is not a share of time: give True (0.05), a number up to 1, or False")
-    return SHARE if online is True else float(online)
+    share = plain(online)
+    if isinstance(share, bool):
+        return SHARE if share else 0.0
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise InputError(f"online={share!r:.40} is not a share of time: give True (0.05), a number up to 1, or False")
+    return float(share)
 
 
 def learners(drafts: Sequence[Draft], share: float) -> tuple[list[Draft], list[str]]:

@@ -10,6 +10,7 @@ Knows: the order of the work, and what was finished before.  Does not know: how 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from math import inf
 from pathlib import Path
 
@@ -177,11 +178,10 @@ def _plan_training(
     aux_layers = heads[0].aux_layers if heads else default_aux_layers(model)
     folders = [out / str(number) for number in range(1, recipe.drafts + 1)]
     jobs = []
-    for index, folder in enumerate(folders):
-        start, settings = None, recipe.training
-        if index < len(heads):
-            config = heads[index].head.config
-            start = recipe.start[index]
+    for index, (folder, start, head) in enumerate(zip_longest(folders, recipe.start, heads)):
+        settings = recipe.training
+        if head:
+            config = head.head.config
             settings = replace(settings, layers=config.num_hidden_layers, vocabulary=config.vocab_size)
         earlier, earlier_starts = folders[:index], recipe.start[:index]
         jobs.append(TrainingJob(folder, recipe.arch, settings, aux_layers, earlier, start, earlier_starts, target))

@@ -31,12 +31,8 @@ from specinfer.errors import InputError, ModelError, SpecinferError
 FAMILIES = (p_eagle, eagle3, eagle, dflash, medusa)  # the first that recognises a checkpoint loads it
 # fields of a head's configuration alone; a plain one of a single layer may be an EAGLE head's
 MARKS = {
-    "speculators_model_type",
-    "draft_vocab_size",
-    "eagle_config",
-    "medusa_num_heads",
-    "dflash_config",
-    "block_size",
+    *("speculators_model_type", "draft_vocab_size", "block_size"),
+    *("eagle_config", "medusa_num_heads", "dflash_config"),
 }
 WORDS = ("eagle", "dflash", "jetspec", "dspark", "domino", "medusa", "speculator")  # in names of architectures
 
