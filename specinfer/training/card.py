@@ -66,7 +66,7 @@ def write_card(job: TrainingJob, data: str, figures: Figures) -> None:
         job=job,
         kind=ARCHITECTURES[job.arch],
         data=data,
-        training=_training(job, figures["steps"]),
+        goal=LOSSES[job.settings.loss],
         losses=history[::-1][:: -(-len(history) // LOSS_ROWS)][::-1],  # evenly spaced, the last step among them
         plot=PLOT if write_plot(job.folder / PLOT, history) else None,
         figures=figures,
@@ -93,16 +93,6 @@ def write_plot(path: Path, history: Sequence[Figures]) -> bool:
     figure.savefig(picture, format="png", dpi=120)
     write_whole(path, picture.getvalue())
     return True
-
-
-def _training(job: TrainingJob, steps: int) -> str:
-    settings, text = job.settings, f"{steps:,} steps on {LOSSES[job.settings.loss]}."
-    if job.start:
-        text += f" It was trained on from {job.start.name}; its weights are the mean of those before and after."
-    if job.earlier:
-        names = " and ".join(folder.name for folder in job.earlier)
-        text += f" Boost-tuned after draft {names}: a token that one of those proposes first weighs {settings.boost:g}."
-    return text
 
 
 def _by_file(prompts: Sequence[TrainingPrompt]) -> str:
