@@ -11,7 +11,7 @@ A tree is host data and never changes.  The engine works on the trees of a whole
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from functools import cached_property
@@ -231,6 +231,15 @@ class TokenTree(Displayed):
     def child(self, node: int, token: int) -> int | None:
         """Return the child of `node` that holds `token`, or None."""
         return self._children[node].get(token)
+
+    def along(self, tokens: Iterable[int], node: int = 0) -> list[int]:
+        """Return a node, then those that hold these tokens one below the other, as far as there are such nodes."""
+        path = [node]
+        for token in tokens:
+            if (child := self.child(path[-1], token)) is None:
+                break
+            path.append(child)
+        return path
 
     def ancestors(self, node: int) -> list[int]:
         """Return the nodes from the root (first) to `node` itself (last)."""

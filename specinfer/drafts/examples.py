@@ -20,7 +20,6 @@ from specinfer.common.tensors import on_device
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.drafts.unrolled import unrolled_logits
 from specinfer.engine.draft import Scored
-from specinfer.tree import TokenTree
 
 CONTEXT, LONGEST = 96, 192  # tokens of a window: before those that are learnt, at most; in all, about
 KEPT = 16  # of the target's likeliest tokens at every position
@@ -101,7 +100,7 @@ class Recorder:
             scored: the step's tree and logits.
             token_ids: (V',) the head's vocabulary.
         """
-        path = _path(scored.tree, new)
+        path = scored.tree.along(new[:-1])
         logits = scored.logits[on_device(path, scored.logits.device)][:, token_ids].float()
         top = logits.topk(min(KEPT, logits.shape[1]))
         proposed = scored.tree.nodes.proposers[path[1:]] >> self.draft & 1
@@ -119,14 +118,6 @@ class Recorder:
         example = Example(ids, states, torch.cat(self.tokens), torch.cat(self.log_probs), weights)
         self.begin(self.ids, states)
         return example
-
-
-def _path(tree: TokenTree, new: Sequence[int]) -> list[int]:
-    """Return the root and the accepted nodes, whose tokens are all of a step's but the last."""
-    path = [0]
-    for token in new[:-1]:
-        path.append(int(((tree.parents == path[-1]) & (tree.tokens == token)).argmax()))
-    return path
 
 
 def example_loss(head: HeadNetwork, examples: Iterable[Example]) -> Tensor:

@@ -203,7 +203,5 @@ class LookaheadSession(DraftRows):
 
 def _end(tree: TokenTree, path: Sequence[int]) -> int | None:
     """Return the node at the end of a path below the root; None if the tree lacks it."""
-    node: int | None = 0
-    for token in path:
-        node = None if node is None else tree.child(node, token)
-    return node
+    nodes = tree.along(path)
+    return nodes[-1] if len(nodes) > len(path) else None

@@ -197,11 +197,9 @@ class StepInspection(Displayed):
             InputError: no tokens, tokens that are not ids or there already, or text without a tokenizer.
             UnsupportedModel: the target can score chains only, and the tree branches.
         """
-        parent = self._editable(node)
-        left = list(self._ids(tokens))
-        while left and (child := self.tree.child(parent, left[0])) is not None:
-            parent = child
-            left.pop(0)
+        parent, ids = self._editable(node), self._ids(tokens)
+        there = self.tree.along(ids, parent)
+        parent, left = there[-1], ids[len(there) - 1 :]
         if not left:
             raise InputError(f"these tokens are in the tree already, down to node {parent}: there is nothing to add")
         count, tree = self.tree.num_drafted, self.tree

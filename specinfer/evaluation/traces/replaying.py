@@ -237,11 +237,7 @@ def decode_steps(
         depth = min(policy.max_depth, budget - position - 1)
         grown = Forest.merged([[_tree(text, draft, position, policy, depth)] for draft in drafts])
         (tree,) = policy.fit(grown)
-        ahead = [*text.token_ids[position:], -1]  # no node has token -1
-        accepted, node = 0, tree.child(0, ahead[0])
-        while node is not None:
-            accepted += 1
-            node = tree.child(node, ahead[accepted])
+        accepted = len(tree.along(text.token_ids[position:])) - 1
         yield grown, accepted
         position += accepted + 1
 
