@@ -69,7 +69,7 @@ class ThroughTextDraft(ModelDraft):
             raise UnsupportedModel(f"{problem} ({self.model.stateful}): choose a draft with the target's tokenizer")
         self.tokenizer, self.tokens, self.target_tokenizer = draft.tokenizer, draft.tokens, tokenizer
         sizes = target.vocab_size, self.model.vocab_size
-        self.translation = Translation.between(tokenizer, self.tokenizer, self.name, *sizes)
+        self.translation = Translation(tokenizer, self.tokenizer, self.name, *sizes)
         shared = f"where tokens are asked for one by one, it proposes the {len(self.translation.shared)} that both know"
         self.notes = [f"draft {self.name}: another tokenizer; its text is cut into the target's tokens; {shared}"]
 

@@ -7,7 +7,6 @@ Does not know: models, trees, chat templates.
 import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
@@ -22,9 +21,16 @@ KEPT = 64  # bytes at a text's end, at least, that may still be cut into other t
 TAIL = 8  # committed tokens at a row's end that text is cut together with; a character has 4 at most
 
 
-@dataclass(frozen=True)
 class Translation:
     """How a target's tokens become a draft's, and text that follows committed tokens becomes the target's.
+
+    Args:
+        target, draft: the ``transformers`` tokenizers.
+        name: the draft's, for messages.
+        size, draft_size: of the vocabularies of their models.
+
+    Raises:
+        TokenizerMismatch: a table that cannot be read as text, or no text that both know.
 
     Attributes:
         texts: of the target's tokens: bytes, or the name of a special token.
@@ -37,31 +43,11 @@ class Translation:
         dropped: the target's ids that say nothing to the draft: what begins a text and padding.
     """
 
-    texts: Mapping[int, bytes | str]
-    draft_texts: Mapping[int, bytes | str]
-    shared: Mapping[int, int]
-    pieces: Mapping[int, int]
-    encoder: Tokenizer
-    target_encoder: Tokenizer
-    first: Sequence[int]
-    dropped: frozenset[int]
-
-    @classmethod
-    def between(
-        cls, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str, size: int, draft_size: int
-    ) -> "Translation":
-        """Compare two ``transformers`` tokenizers.
-
-        Args:
-            target, draft: the tokenizers.
-            name: the draft's, for messages.
-            size, draft_size: of the vocabularies of their models.
-
-        Raises:
-            TokenizerMismatch: a table that cannot be read as text, or no text that both know.
-        """
-        texts = _read(target, "the target", size)
-        theirs = _read(draft, f"draft {name}", draft_size)
+    def __init__(
+        self, target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase, name: str, size: int, draft_size: int
+    ) -> None:
+        self.texts = texts = _read(target, "the target", size)
+        self.draft_texts = theirs = _read(draft, f"draft {name}", draft_size)
         ids, numbers = _by_text(draft, theirs), _by_text(target, texts)
         shared = {numbers[text]: ids[text] for text in numbers.keys() & ids.keys()}
         if not any(isinstance(texts[token], bytes) for token in shared):
@@ -70,11 +56,12 @@ class Translation:
         end, draft_end = target.eos_token_id, draft.eos_token_id
         if end in texts and draft_end in theirs and end not in shared and draft_end not in shared.values():
             shared[end] = draft_end
-        dropped = frozenset({target.bos_token_id, target.pad_token_id} - shared.keys() - {None})
-        pieces = {text[0]: token for text, token in ids.items() if isinstance(text, bytes) and len(text) == 1}
+        self.shared = shared
+        self.dropped = frozenset({target.bos_token_id, target.pad_token_id} - shared.keys() - {None})
+        self.pieces = {text[0]: token for text, token in ids.items() if isinstance(text, bytes) and len(text) == 1}
         first = draft("")["input_ids"][:1]
-        first = first if first == [draft.bos_token_id] else []
-        return cls(texts, theirs, shared, pieces, bare_encoder(draft), bare_encoder(target), first, dropped)
+        self.first: list[int] = first if first == [draft.bos_token_id] else []
+        self.encoder, self.target_encoder = bare_encoder(draft), bare_encoder(target)
 
     def encode(self, text: bytes) -> list[int]:
         """Return the draft's tokens of a text; those of a last character that is not complete are single bytes."""
@@ -126,7 +113,7 @@ class RowText:
         self.settled: list[int] = []  # the draft's ids of what more text does not change
         self.open = b""  # text after it
         self.extend(ids)
-        first = list(translation.first)
+        first = translation.first
         if self.settled[: len(first)] != first:
             self.settled = first + self.settled
 

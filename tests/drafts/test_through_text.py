@@ -18,7 +18,7 @@ TARGETS = {"bytes": byte_tokenizer, "merged": merged, "pieces": pieces}
 
 def segmenter(tokenizer):
     """How this target's tokenizer cuts text."""
-    return Translation.between(tokenizer, tokenizer, "itself", len(tokenizer), len(tokenizer))
+    return Translation(tokenizer, tokenizer, "itself", len(tokenizer), len(tokenizer))
 
 
 def pair(target, draft, tree, **options):

@@ -66,7 +66,7 @@ KINDS = {"merged": merged, "pieces": pieces}
 
 
 def translation(target, draft):
-    return Translation.between(target, draft, "other", len(target), len(draft))
+    return Translation(target, draft, "other", len(target), len(draft))
 
 
 def bytes_of(tokenizer, ids):
