@@ -70,10 +70,6 @@ class PublishedDraft(Draft):
     ) -> None:
         self.name, self.network, self.session, self.digest = name, network, session, digest
         self.convention, self.least = convention, LEAST
-        self.model: object = None  # the bound network: a `TreeModel`, or itself if it runs behind no mask
-        self.aux_layers: tuple[int, ...] = ()
-        self.agreements: list[tuple[str, list[float]]] = []  # conventions, the one in use first, by agreement
-        self.notes: tuple[str, ...] = ()
 
     def attach(self, target: TreeModel, tokenizer: PreTrainedTokenizerBase | None = None) -> "PublishedDraft":
         """Return this draft with the matrices that it borrows from a target, under the convention that fits it.
@@ -113,6 +109,7 @@ class PublishedDraft(Draft):
         for name, value in rule.options:
             setattr(network, name, value)
         attached = copy(self)
+        # a network that is no `DraftNetwork` runs behind no mask
         attached.model = TreeModel(network) if isinstance(network, DraftNetwork) else network
         attached.aux_layers, attached.convention = rule.aux_layers, rule
         return attached
