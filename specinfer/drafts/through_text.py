@@ -38,7 +38,7 @@ from specinfer.attention import TreeModel
 from specinfer.common.tensors import on_device
 from specinfer.drafts.language_model import ModelDraft, ModelDraftSession, fed_paths
 from specinfer.drafts.rows import log_chances
-from specinfer.drafts.two_tokenizers import TAIL, RowText, Translation
+from specinfer.drafts.two_tokenizers import RowText, Translation
 from specinfer.engine.draft import Committed, DraftContext, Scored, States
 from specinfer.engine.prefixes import Cached
 from specinfer.errors import TokenizerMismatch, UnsupportedModel
@@ -102,7 +102,7 @@ class ThroughTextSession(ModelDraftSession):
     the noise ranks the target's tree.
     """
 
-    per_row = (*ModelDraftSession.per_row, "texts", "cached", "ends")
+    per_row = (*ModelDraftSession.per_row, "texts", "cached")
     repeats = False
 
     def __init__(self, draft: ThroughTextDraft, context: DraftContext) -> None:
@@ -113,7 +113,6 @@ class ThroughTextSession(ModelDraftSession):
         self.vocab_size = draft.model.vocab_size
         begun = zip(texts, self.session.cache.lengths, strict=True)
         self.cached = [ids[:length] for ids, length in begun]  # tokens in the draft's cache
-        self.ends = [list(prompt[-TAIL:]) for prompt in context.prompts]  # the target's tokens
         shared = self.translation.shared
         self.special = {draft: target for target, draft in shared.items()}
         pairs = sorted((ours, theirs) for theirs, ours in shared.items())
@@ -156,7 +155,6 @@ class ThroughTextSession(ModelDraftSession):
         The last token is never left in the cache: the draft's distribution after it is asked for.
         """
         self.texts[row].extend(new)
-        self.ends[row] = [*self.ends[row], *new][-TAIL:]
         cached, ids = self.cached[row], self.texts[row].ids
         same = min(len(cached), len(ids) - 1)
         if cached[:same] != ids[:same]:
@@ -203,7 +201,7 @@ class ThroughTextSession(ModelDraftSession):
 
     def _cut(self, row: int, grown: TokenTree) -> Iterator[list[int]]:
         """Yield, per node, its text as the target's tokens; nothing for text that the target does not know."""
-        known, tail = self.translation.draft_texts, self.translation.tail(self.ends[row])
+        known, tail = self.translation.draft_texts, self.translation.tail(self.recent[row])
         texts: list[bytes | None] = []  # None at and below special tokens
         for token, parent in zip(grown.tokens.tolist(), grown.parents.tolist(), strict=True):
             before, said = (b"", b"") if parent < 0 else (texts[parent], known.get(token))
