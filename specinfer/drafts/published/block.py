@@ -37,8 +37,7 @@ class BlockRows(CachedRows, DepthsSession):
         capacities = context.capacity + slots, context.max_capacity + slots
         self.session = model.session(self.batch, *capacities, self.network.draft_layers, context.graphs)
         self.columns = state_columns(aux_layers, context, model.device)
-        shape = len(self.network.config.target_layer_ids), self.network.target_size
-        nothing = torch.zeros(0, *shape, dtype=model.dtype, device=model.device)
+        nothing = torch.zeros(0, len(aux_layers), self.network.target_size, dtype=model.dtype, device=model.device)
         left = begun(self.session, context.prompts, context.known)
         self.uncached = [  # per row, the target's states at tokens that are not in the cache
             nothing if states is None else states[len(states) - len(tokens) + 1 :, self.columns].to(nothing)

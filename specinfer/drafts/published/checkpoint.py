@@ -89,15 +89,15 @@ class Checkpoint:
         """Return the same with a part of its configuration for all of it."""
         return replace(self, config=config)
 
-    def size(self, *names: str, default: int | None = None) -> int:
-        """Return the first of some whole numbers above 0 in the configuration.
+    def size(self, name: str, default: int | None = None) -> int:
+        """Return a whole number above 0 in the configuration, or a default where there is none.
 
         Raises:
             ModelError: there is none, or it is something else.
         """
-        value = next((self.config[name] for name in names if self.config.get(name) is not None), default)
+        value = default if self.config.get(name) is None else self.config[name]
         if type(value) is not int or value < 1:
-            raise self.refuse(f"its {names[0]} is {value!r:.40}, not a whole number above 0")
+            raise self.refuse(f"its {name} is {value!r:.40}, not a whole number above 0")
         return value
 
 

@@ -112,8 +112,7 @@ def _fields(layers: PreTrainedConfig, options: Checkpoint, kind: str) -> dict[st
 def _layers(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return sizes and types of layers, with transformers' defaults where the checkpoint names none."""
     source = checkpoint.config.get("transformer_layer_config", checkpoint.config)
-    if not isinstance(source, dict):
-        source = dict(source) if isinstance(source, Mapping) else {}
+    source = source if isinstance(source, dict) else {}
     if (model_type := source.get("model_type", "qwen3")) not in TYPES:
         raise checkpoint.refuse(f"its layers are of type {model_type!r:.40}, and only {', '.join(TYPES)} are known")
     if (checkpoint.folder / "mask_embedding.pt").exists():

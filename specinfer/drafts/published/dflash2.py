@@ -56,11 +56,8 @@ class ConvolvedLayer(BlockLayer):
 
     def forward(self, hidden: Tensor, reading: Reading, context: Tensor) -> Tensor:
         """Return the slots' next states, (B, slots, H): see `BlockLayer`."""
-
-        def attend(states: Tensor) -> Tensor:
-            return self.attend(states, context, reading)
-
-        hidden = hidden + self.attention_conv(self.input_layernorm(hidden), attend)
+        normed = self.input_layernorm(hidden)
+        hidden = hidden + self.attention_conv(normed, lambda states: self.attend(states, context, reading))
         return hidden + self.mlp_conv(self.post_attention_layernorm(hidden), self.mlp)
 
 
