@@ -317,8 +317,6 @@ def fed_paths(fed: Sequence[Frontier], tokens: Committed) -> list[list[int] | No
         fed: levels below the root, on the host: pending columns are nodes 1, 2, ...
         tokens: that each row committed; None retires it.
     """
-    if not fed:
-        return [None if new is None else [] for new in tokens]
     columns = [torch.cat(column, 1).tolist() for column in zip(*(level[:3] for level in fed), strict=True)]
     paths: list[list[int] | None] = []
     for new, *row in zip(tokens, *columns, strict=True):
