@@ -201,21 +201,28 @@ class ModelDraftSession(LevelRows, CachedRows):
             return self.vocab_size
         return min(max(FEWEST, *map(_bound, self.recent)), self.vocab_size)
 
-    def _feed_uncached(self) -> Tensor:
-        """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V)."""
+    def _feed_uncached(self, masked: Sequence[int] = (), **inputs: Tensor) -> Tensor:
+        """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V).
+
+        Args:
+            masked: M tokens to feed behind each root, which are not committed; then logits are (B, 1 + M, V).
+            **inputs: what else the model is fed with these, by name.
+        """
         self.catch_up()
-        chains = self._chains()
-        inputs = {name: torch.cat(rows) for name, rows in self._uncached_inputs().items()}
-        roots = [range(len(chain) - 1, len(chain)) for chain in chains]
-        logits = self.session.append(self.session.chains(chains), roots, self.words, **inputs)
+        chains, fed = self._chains(), self._uncached_inputs()
+        for name, more in inputs.items():
+            fed[name] = [torch.cat((row, more)) for row in fed[name]]
+        layout = self.session.chains([[*chain, *masked] for chain in chains])
+        wanted = [range(len(chain) - 1, len(chain) + len(masked)) for chain in chains]
+        beside = {name: torch.cat(rows) for name, rows in fed.items()}
+        logits = self.session.append(layout, wanted, self.words, **beside)
         self.draft_states = self.session.commit([range(len(chain)) for chain in chains])
         self.note_cached(0)
         return logits.padded()
 
     def read_ahead(self) -> None:
         """Feed and commit each row's uncached tokens except the root."""
-        inputs = self._uncached_inputs()
-        early = {name: [row[:-1] for row in rows] for name, rows in inputs.items()}
+        early = {name: [row[:-1] for row in rows] for name, rows in self._uncached_inputs().items()}
         self.session.prefill([chain[:-1] for chain in self._chains()], **early)
         self.note_cached(1)
 
@@ -251,7 +258,7 @@ class HeadDraftSession(ModelDraftSession):
         self.inverse_temperature = inverse_temperature
         self.token_ids = model.model.token_ids
         if self.token_ids is not None:
-            self.vocab_size = len(self.token_ids)
+            self.vocab_size = self.words = len(self.token_ids)
         self.columns = state_columns(aux_layers, context, self.device)
         shape = 1, *model.model.pass_inputs[0]["target_states"]
         nothing = torch.zeros(shape, dtype=model.dtype, device=model.device)

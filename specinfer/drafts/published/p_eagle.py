@@ -62,17 +62,8 @@ class PEagleSession(LatticeSession, HeadDraftSession):
 
     def predict(self) -> Tensor:
         """Feed each row's uncached tokens and the masked ones, keep the former: logits (B, D, V') of depths 1 ... D."""
-        self.catch_up()
-        chains, states = self.uncached, self._uncached_inputs()["target_states"]
-        masked = self.depth - 1
-        mask = self.network.mask_hidden.expand(masked, -1, -1)
-        fed = torch.cat([part for row in states for part in (row.to(mask.dtype), mask)])
-        layout = self.session.chains([[*chain, *[self.network.mask_token_id] * masked] for chain in chains])
-        wanted = [range(len(chain) - 1, len(chain) + masked) for chain in chains]
-        logits = self.session.append(layout, wanted, target_states=fed)
-        self.session.commit([range(len(chain)) for chain in chains])
-        self.note_cached(0)
-        return logits.padded()
+        masked = [self.network.mask_token_id] * (self.depth - 1)
+        return self._feed_uncached(masked, target_states=self.network.mask_hidden.expand(len(masked), -1, -1))
 
 
 def recognises(checkpoint: Checkpoint) -> bool:
