@@ -59,6 +59,14 @@ class DepthsSession(DraftRows):
             self._predicted = self.predict()
         return self._predicted
 
+    def _parents(self, frontier: Frontier) -> Tensor:
+        """Return the tokens of frontier nodes, (B, 1, W)."""
+        return self._roots() if frontier.depth == 0 else on_device(frontier.tokens, self.logits.device)[:, None]
+
+    def _roots(self) -> Tensor:
+        """Return the roots, (B, 1, 1)."""
+        return on_device(self.roots, self.logits.device)[:, None, None]
+
 
 class LatticeSession(DepthsSession):
     """A draft that predicts all depths at once and scores nothing but neighbours: a `LatticeSource` on the host.
@@ -145,11 +153,3 @@ class LatticeSession(DepthsSession):
     def _joint(self, logits: Tensor, indices: Tensor, parents: Tensor, depths: slice) -> Tensor:
         """Return logit plus pair score of children after each parent, (B, D, A, K)."""
         return logits.gather(2, indices)[:, :, None].float() + self.pairs(parents, indices, depths).float()
-
-    def _parents(self, frontier: Frontier) -> Tensor:
-        """Return the tokens of frontier nodes, (B, 1, W)."""
-        return self._roots() if frontier.depth == 0 else on_device(frontier.tokens, self.logits.device)[:, None]
-
-    def _roots(self) -> Tensor:
-        """Return the roots, (B, 1, 1)."""
-        return on_device(self.roots, self.logits.device)[:, None, None]

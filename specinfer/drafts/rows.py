@@ -158,9 +158,7 @@ class DraftRows(DraftSession):
         scores = self.processed(logits)
         if self.token_ids is None:
             return functional.pad(scores, (0, self.context.vocab_size - scores.shape[-1]), value=-inf)
-        dense = scores.new_full((*scores.shape[:2], self.context.vocab_size), -inf)
-        dense[..., self.token_ids] = scores
-        return dense
+        return self.dense(self.token_ids.expand_as(scores), scores)
 
     def drawn(self, log_probs: Tensor, k: int, replacement: bool, depth: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draw k tokens at each node (B, W, V) of one level; a row's draws depend on its seed and length only."""

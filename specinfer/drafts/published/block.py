@@ -108,11 +108,10 @@ class PathSession(LevelRows, BlockRows):
     def logits_after(self, frontier: Frontier) -> Tensor:
         """Return logits (B, W, V') after frontier nodes; keep their states for the nodes below."""
         base = self.logits[:, frontier.depth, None]
-        is_root = frontier.depth == 0
-        tokens = on_device(self.roots, self.device)[:, None] if is_root else frontier.tokens.to(self.device)
+        tokens = self._parents(frontier)[:, 0]
         assert self.slot_states is not None
         slots = self.slot_states[:, frontier.depth, None].expand(-1, tokens.shape[1], -1)  # below the nodes
-        if is_root:
+        if frontier.depth == 0:
             self.carried = []
             above = slots.new_zeros(len(slots), 1, self.network.path_size)
         else:
