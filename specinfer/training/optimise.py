@@ -56,12 +56,11 @@ def optimise(
     accelerator = Accelerator(mixed_precision="bf16" if in_bfloat16(device) else "no", cpu=device.type == "cpu")
     optimizers = _optimizers(loss)
     checkpoint = Checkpoint(job.folder)
-    done, history = checkpoint.load(loss, optimizers)
+    step, history = checkpoint.load(loss, optimizers)
     plan = _Plan(texts, settings, accelerator, history)
     wrapped, *optimizers = accelerator.prepare(loss, *optimizers)
-    batches = endless(texts, settings.tokens_per_batch, settings.seed, done * accelerator.num_processes)
+    batches = endless(texts, settings.tokens_per_batch, settings.seed, step * accelerator.num_processes)
     losses: list[float] = []  # since the last checkpoint
-    step = done
     while step < plan.steps:
         chosen = [next(batches) for _ in range(accelerator.num_processes)][accelerator.process_index]
         _set_rates(optimizers, settings.learning_rate * _schedule(step, plan.steps, settings.warmup))
@@ -100,9 +99,8 @@ class _Plan:
         self, texts: Texts, settings: TrainingSettings, accelerator: "Accelerator", history: Sequence[Figures]
     ) -> None:
         self.accelerator, self.minutes = accelerator, settings.minutes
-        train, held_out = (
-            len(texts.batches(part, settings.tokens_per_batch, None)) for part in (texts.train, texts.held_out)
-        )
+        size = settings.tokens_per_batch
+        train, held_out = (len(texts.batches(part, size, None)) for part in (texts.train, texts.held_out))
         self.steps = max(1, round(settings.epochs * train / accelerator.num_processes))
         self.measuring = held_out / settings.checkpoint_every  # held-out batches for each step
         self.begun = self.first = perf_counter()
