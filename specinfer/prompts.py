@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, running
 from specinfer.common.chat import ChatOptions, begins_as_rendered, rendered
-from specinfer.common.files import parse_json
+from specinfer.common.files import expanded, parse_json
 from specinfer.common.records import Record
 from specinfer.common.values import plain
 from specinfer.errors import InputError, one_line
@@ -88,7 +88,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         InputError: the file cannot be read.
     """
     try:
-        yield from enumerate(Path(path).read_text(encoding="utf-8").split("\n"), 1)
+        yield from enumerate(expanded(path).read_text(encoding="utf-8").split("\n"), 1)
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {path} ({getattr(error, 'strerror', None) or error})") from error
 
@@ -248,7 +248,7 @@ def tokenized(text: str, tokenizer: PreTrainedTokenizerBase | None, **options: A
 def _repeated(values: Sequence[object], part: Sequence[object]) -> int:
     """Return how many times text or ids begin with the same part."""
     count = 0
-    while values[count * len(part) : (count + 1) * len(part)] == part:
+    while part and values[count * len(part) : (count + 1) * len(part)] == part:
         count += 1
     return count
 

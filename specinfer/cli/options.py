@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 from specinfer.cli.terminal import loading, only_first_prints
 from specinfer.common.advice import did_you_mean
-from specinfer.common.files import checked_path, parse_json
+from specinfer.common.files import checked_path, expanded, parse_json
 from specinfer.errors import InputError
 
 if TYPE_CHECKING:
@@ -224,6 +224,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def flat(**given: object) -> None:
+        given = {name: _expanded(value) for name, value in given.items()}
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
         command(**given)
@@ -231,6 +232,13 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     flat.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
     flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return flat
+
+
+def _expanded(value: object) -> object:
+    """Return an option's value, with ~ expanded in paths."""
+    if isinstance(value, list):
+        return [_expanded(item) for item in value]
+    return expanded(value) if isinstance(value, Path) else value
 
 
 def chosen(given: Mapping[str, object], names: str) -> dict[str, Any]:

@@ -50,10 +50,15 @@ def storing(path: Path) -> Iterator[None]:
         raise InputError(f"cannot write {path} ({reason}): choose a folder that can be written") from error
 
 
+def expanded(path: str | os.PathLike[str]) -> Path:
+    """Return a path with ~ expanded: shells leave it to programs after an equals sign."""
+    return Path(os.path.expanduser(path))
+
+
 def checked_path(path: str | os.PathLike[str]) -> Path:
     """Return the path of a file, with ~ expanded; raise `InputError` for a name that no file can have."""
     with suppress(TypeError, ValueError, RuntimeError):  # the last if there is no home
-        found = Path(os.path.expanduser(os.fspath(path)))
+        found = expanded(path)
         if found.name and b"\0" not in os.fsencode(found):
             return found
     raise InputError(f"{path!r:.60} is not the path of a file: give one")
@@ -106,7 +111,7 @@ def locked(folder: str | Path | None) -> Iterator[Path]:
         with TemporaryDirectory() as temporary:
             yield Path(temporary)
         return
-    folder = Path(folder)
+    folder = expanded(folder)
     lock = FileLock(folder / LOCK, timeout=0)
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)

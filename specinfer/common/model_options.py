@@ -8,13 +8,13 @@ import importlib.util
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from types import UnionType
 from typing import TypeAlias
 
 import torch
 
 from specinfer.common.advice import did_you_mean, where_to_give
+from specinfer.common.files import expanded
 from specinfer.errors import ModelError
 
 DeviceMap: TypeAlias = str | int | Mapping[str, str | int | torch.device] | torch.device | None
@@ -153,7 +153,7 @@ def _sizes(max_memory: object) -> dict[int | str, int]:
 def _folder(folder: str | os.PathLike[str]) -> str:
     """Return a folder's path; it is there then, and can be written."""
     try:
-        path = Path(os.path.expanduser(os.fspath(folder)))
+        path = expanded(folder)
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             return str(path)

@@ -56,7 +56,7 @@ class Records:
         """
         if os.path.exists(self.path) and not os.path.exists(self.folder / SETTINGS):
             beside = f"{SETTINGS} is missing beside it"
-            raise InputError(f"{self.path} is not {self.what}'s ({beside}): choose another folder")
+            raise InputError(f"{self.path} is not of {self.what} ({beside}): choose another folder")
         empty = not sum(1 for _ in self)  # reads all: no line is damaged
         lock_settings(self.folder / SETTINGS, settings, "repeat those, or choose another folder", empty)
         with storing(self.path), self.path.open("a") as file:

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, device_of, embedded
 from specinfer.attention.torch_private import writes
-from specinfer.common.files import parse_json, write_json, write_whole
+from specinfer.common.files import expanded, parse_json, write_json, write_whole
 from specinfer.common.records import Record
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.drafts.language_model import HeadDraftSession
@@ -81,7 +81,7 @@ class HeadDraft(Draft):
         Raises:
             ModelError: the folder holds no EAGLE-style head.
         """
-        folder = Path(folder)
+        folder = expanded(folder)
         record = read_config(folder)
         try:
             weights = load_file(folder / "model.safetensors")

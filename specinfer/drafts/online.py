@@ -25,7 +25,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel
-from specinfer.common.files import storing
+from specinfer.common.files import expanded, storing
 from specinfer.common.ranks import ALONE, Ranks
 from specinfer.common.values import plain
 from specinfer.drafts.examples import LONGEST, UNROLL, Example, ExampleBuffer, Recorder, example_loss
@@ -297,7 +297,7 @@ def save_heads(drafts: Sequence[Draft], folder: str | os.PathLike[str]) -> None:
         InputError: no draft learns, or the folder holds something else or cannot be written.
         SpecinferError: the disk is full.
     """
-    heads, out = [draft for draft in drafts if isinstance(draft, OnlineHead)], Path(folder).expanduser()
+    heads, out = [draft for draft in drafts if isinstance(draft, OnlineHead)], expanded(folder)
     if not heads:
         raise InputError("no draft of this decoder learns, so there is nothing to save: construct it with online=True")
     folders = [out] if len(heads) == 1 else [out / str(number) for number, _ in enumerate(heads, 1)]

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, is_dispatched
 from specinfer.attention.packed.modules import is_packed
-from specinfer.common.files import locked, write_json
+from specinfer.common.files import expanded, locked, write_json
 from specinfer.common.progress import Figures, Progress
 from specinfer.drafts.head import HeadDraft, check_fingerprint
 from specinfer.errors import InputError, UnsupportedModel
@@ -111,6 +111,7 @@ def distill(
         SpecinferError: the disk is full; finished drafts stay.
     """
     _check_target(model, recipe)
+    out = expanded(out)
     process = processes(model.device)
     name = name or model.name_or_path or type(model).__name__
     name = Path(name).resolve().name if Path(name).exists() else name  # no paths of this machine

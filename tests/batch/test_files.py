@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specinfer.common.files import UNFINISHED, locked, parse_json, read_json, write_json, write_whole
+from specinfer.common.files import LOCK, UNFINISHED, locked, parse_json, read_json, write_json, write_whole
 from specinfer.drafts.head import read_config
 from specinfer.errors import InputError, SpecinferError
 from specinfer.prompts import read_rows
@@ -44,6 +44,21 @@ def test_a_whole_file_takes_the_place_of_the_one_before(tmp_path):
     for data in ("one", b"two"):
         write_whole(tmp_path / "new" / "file", data)
     assert [path.read_text() for path in (tmp_path / "new").iterdir()] == ["two"]
+
+
+def test_a_folder_in_the_home_is_one_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with locked("~/out") as folder:
+        write_json("~/out/settings.json", {})
+        assert folder == tmp_path / "out"
+        assert (folder / "settings.json").exists()
+    assert {path.name for path in folder.iterdir()} == {"settings.json", LOCK}
+
+
+def test_no_folder_is_a_temporary_one():
+    with locked(None) as folder:
+        write_json(folder / "settings.json", {})
+    assert not folder.exists()
 
 
 def test_others_may_read_what_they_may_read_elsewhere(tmp_path):

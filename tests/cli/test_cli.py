@@ -740,6 +740,26 @@ def test_generate_writes_a_memory_and_reads_it(run, models, tmp_path):
         assert err.count("\n") == 1
 
 
+def test_a_home_after_an_equals_sign_is_found(run, tmp_path, monkeypatch):
+    """No shell expands it there.  A file that is there is read, and a folder is one folder, by its name or by ~."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path / "..")
+    passes = []
+    for _ in range(2):
+        command = ["generate", PROMPT, "--raw", "--json", "--tree", "best-first", "--memory=~/memory", *NEW]
+        code, out, err = run(*command, "--draft", "suffix")
+        assert code == 0, err
+        passes.append(json.loads(out)["stats"]["target_passes"])
+    assert passes[1] < passes[0]
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": PROMPT}))
+    for _ in range(2):
+        code, out, err = run("generate", "--prompts=~/prompts.jsonl", "--out=~/texts", *NEW)
+        assert code == 0, err
+    assert {path.name for path in tmp_path.iterdir()} >= {"memory", "prompts.jsonl", "texts"}
+    assert {"records.jsonl", "settings.json"} <= {path.name for path in (tmp_path / "texts").iterdir()}
+    assert not (tmp_path / ".." / "~").exists()
+
+
 # ---- names ----
 
 PLACEMENT = {"--device-map", "--max-memory", "--offload-folder"}

@@ -226,6 +226,14 @@ def test_a_raw_text_has_the_bos_that_it_says(text, wanted):
     assert tokenizer.convert_ids_to_tokens(encode(text, tokenizer, raw=True).only) == wanted
 
 
+def test_a_bos_without_characters_stands_nowhere():
+    """To look for how often a text begins with it would never end."""
+    tokenizer = chat_tokenizer()
+    wanted = encode("hi", tokenizer, raw=True).only
+    tokenizer.bos_token = ""
+    assert encode("hi", tokenizer, raw=True).only[-2:] == wanted[-2:]
+
+
 def test_messages_that_quote_special_tokens_stay_messages():
     """A string that begins otherwise is a user's message."""
     assert text_of("what is <s>?") == "<s><|u|>what is <s>?<eos><|a|>"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specinfer.common.display import draw
+from specinfer.common.files import expanded
 from specinfer.common.records import Record
 from specinfer.common.tables import Table, Tabular
 from specinfer.common.values import installed
@@ -44,7 +45,7 @@ class Comparison(Tabular):
         Raises:
             InputError: the folder holds no comparison, or a damaged one.
         """
-        found = cls(*records_of(Path(folder)).read())
+        found = cls(*records_of(expanded(folder)).read())
         try:
             found.table()
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

@@ -110,7 +110,7 @@ def paper_tables(
         raise InputError(f"a set of prompts is called {ALL!r}, as all of them together are: rename it")
     first = SpeculativeDecoder(decoder.target.model, decoder.tokenizer, decoder.drafts[:1], BestFirst(1, 1))
 
-    def recorded(name: str, temperature: float) -> Trace:
+    def recorded(name: str, temperature: float, folder: Path) -> Trace:
         stage = f"{name}/{'sampled' if temperature else 'greedy'}"
         return record(
             first,
@@ -121,12 +121,12 @@ def paper_tables(
             depth=LENGTH,
             draws=max(WIDTHS),
             batch=batch,
-            out=None if out is None else Path(out) / stage,
+            out=folder / stage,
             progress=lambda _, *done: progress(stage, *done),
         )
 
-    with locked(out):
-        return tables({name: [recorded(name, temperature) for temperature in (0.0, 1.0)] for name in sets})
+    with locked(out) as folder:
+        return tables({name: [recorded(name, temperature, folder) for temperature in (0.0, 1.0)] for name in sets})
 
 
 def tables(traces: Mapping[str, Sequence[Trace]]) -> PaperTables:

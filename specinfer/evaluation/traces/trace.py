@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from specinfer.common.files import locked, read_json, write_whole
+from specinfer.common.files import expanded, locked, read_json, write_whole
 from specinfer.common.records import SETTINGS, Record, Records
 from specinfer.common.values import checked_count
 from specinfer.common.versions import versions
@@ -218,8 +218,8 @@ class Trace:
         Raises:
             InputError: the folder holds a trace of other settings, another run writes to it, or it cannot be written.
         """
-        with locked(folder):
-            kept = TraceFolder(Path(folder), self.settings)
+        with locked(folder) as held:
+            kept = TraceFolder(held, self.settings)
             kept.records.begin(dict(self.settings))
             for number, reason in self.refused.items():
                 kept.refuse(number, reason)
@@ -238,7 +238,7 @@ class Trace:
         Raises:
             InputError: there is no trace, it is damaged, of another format version, or of other models.
         """
-        folder = Path(folder)
+        folder = expanded(folder)
         settings = read_json(folder / SETTINGS)
         if not isinstance(settings, dict) or "format" not in settings:
             raise InputError(f"{folder} holds no trace: record one with `specinfer record`")
