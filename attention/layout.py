@@ -51,7 +51,7 @@ class Layout(NamedTuple):
     extra: Mapping[str, Tensor] = {}  # what else a model's forward takes, by name: (N, ...) each
     order: Tensor | None = None  # of padded rows, (B, T): which value of `extra` stands where
     at_end: bool = False  # whether padding comes before a row's nodes
-    words: int | None = None  # logits of so many token ids are enough, from 0 on; None = all
+    words: int | None = None  # how many token ids, from 0 on, logits are wanted of; None = all
 
     def at_depths(self, depths: Tensor) -> "Layout":
         """Return the layout with other depths of its pending columns, (B, S)."""

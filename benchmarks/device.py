@@ -63,7 +63,7 @@ def kernels(run: Callable[[], Any]) -> list[tuple[str, float]] | None:
 
 
 def bandwidth(size: int) -> float:
-    """Return bytes a second, read and written, of a copy of so many bytes."""
+    """Return bytes a second, read and written, of a copy of `size` bytes."""
     source = torch.ones(size, dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
     return 2 * size / min(timed(lambda: target.copy_(source))[1] for _ in range(ROUNDS))
@@ -98,7 +98,7 @@ def installed() -> Row:
 
 
 def costs(size: int, count: int) -> Row:
-    """Return what the smallest things cost, in microseconds each, and the bandwidth of a copy of so many bytes."""
+    """Return what the smallest things cost, in microseconds each, and the bandwidth of a copy of `size` bytes."""
     one, cell = torch.ones(1, device=DEVICE), torch.tensor([1])
 
     def each(run: Callable[[], Any], done: int = 1) -> float:

@@ -59,7 +59,7 @@ class Figure(NamedTuple):
     Attributes:
         runs: rows of the table begin with the label, if there are several.
         columns: headings, and formats of a row; a cell is empty where a row lacks what its format names.
-        names: what stands for values of the first column; formats of a row, too.
+        names: what stands for values of the first column; it may be a format of a row.
         notes: formats of sentences, for each row that has what they name.
         across: the format whose values become columns, of cells in the second format of ``columns``.
         plot: draws all rows in the colours of a palette.
@@ -440,7 +440,7 @@ def rows_of(name: str) -> list[Row]:
 
 
 def first_cell(figure: Figure, row: Row, form: str) -> str:
-    """Return a row's first cell: the name of its value, if that has one, which may be a format, too."""
+    """Return a row's first cell: the name of its value, if that has one, which may be a format."""
     value = cell(form, row)
     found = figure.names.get(value, figure.names.get(value.partition(" ")[0], value))
     return found.format(**row)

@@ -11,7 +11,7 @@ second of all rows, the median over texts; "auto / plain" is the median ratio, "
 s" the median seconds to read the prompts.
 
     batch     rows that are decoded together, other prompts for every text
-    context   the prompts joined, or other text, and cut, then a question, so many tokens in all
+    context   the prompts joined, or other text, and cut, then a question: as many tokens in all as asked for
     nodes     best-first trees of 8 levels: milliseconds of a step without the passes of target and drafts, the median;
               those of a drafted node in microseconds; and how they grow: the power of the nodes from the row above
     tokens    new tokens of a text, from the first one
@@ -133,7 +133,7 @@ def race(decoders: dict[str, SpeculativeDecoder], prompts: Ids, stops: Sequence[
 
 
 def _turn(steps: Iterator[Any], tokens: int) -> Slice:
-    """Take steps until so many tokens were emitted."""
+    """Take steps until this many tokens were emitted."""
     turn = Slice()
     while turn.tokens < tokens:
         rows = next(steps)
@@ -199,7 +199,7 @@ class Growth:
         return range(self.sizes.slice, self.sizes.slice * (self.sizes.slices + 1) + 1, self.sizes.slice)
 
     def batch(self, rows: int) -> list[Row]:
-        """Measure a batch of so many rows."""
+        """Measure a batch of this many rows."""
         prompts = [self.ids(text, raw=False) for text in self.texts]
         groups = [
             [prompts[(number * rows + row) % len(prompts)] for row in range(rows)]
@@ -208,7 +208,7 @@ class Growth:
         return [{"rows": rows, **rates_row([race(self.decoders, group, self.stops(), 1) for group in groups])}]
 
     def context(self, length: int) -> list[Row]:
-        """Measure after a prompt of so many tokens, or of as many as leave room for the text."""
+        """Measure after a prompt of this many tokens, or of as many as leave room for the text."""
         joined = self.ids(self.long, raw=True)
         room = self.subject.model.config.max_position_embeddings - 2 * self.stops()[-1]
         cut = min(length, room, len(joined))
@@ -233,7 +233,7 @@ class Growth:
             count: decoder(self.subject.model, self.subject.tokenizer, drafts, BestFirst(count, LEVELS))
             for count in counts
         }
-        budget = (LEVELS + 1) * (self.sizes.steps + 3)  # the last trees, too, are as deep as they may be
+        budget = (LEVELS + 1) * (self.sizes.steps + 3)  # the last trees are as deep as they may be, like all others
         runs = {count: made.open(prompt, max_new_tokens=budget, do_sample=False) for count, made in trees.items()}
         for turn in range(self.sizes.steps + 2):
             for count, run in runs.items():

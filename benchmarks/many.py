@@ -4,7 +4,7 @@
         --rows 1 4 16 [--rounds 2] [--vary] [--dtype float32] [--methods auto plain generate generate_batch] [--steps]
         [--out FILE] [--json]
 
-``generate_many`` with ``auto`` and without speculation (plain), transformers' ``generate`` on batches of so many rows,
+``generate_many`` with ``auto`` and without speculation (plain), transformers' ``generate`` on batches of as many rows,
 padded on the left, in the order of the file, and its continuous batching, ``generate_batch``, with as many requests a
 batch.  All take turns, greedily, on all prompts, in reverse every other time; prompts count.  The table has all tokens
 over all seconds, medians of the rounds, and the median of auto's ratio to plain within a round; tokens after the end of

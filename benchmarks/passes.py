@@ -7,7 +7,7 @@
 The bound is the bytes of the weights that a pass reads, divided by the bandwidth, which is measured by summing an array
 that no cache holds.  All take turns in one run, two passes each, of which the second counts: before the first, others
 left their weights in the caches.  Figures are medians, in milliseconds.  ``--other`` is the interpreter
-of an environment with another version of specinfer.  "level" is a pass of the first bundled head over so many nodes;
+of an environment with another version of specinfer.  "level" is a pass of the first bundled head over as many nodes;
 "engine" is how the engine runs passes: compiled, where a package is.
 """
 

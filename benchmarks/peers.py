@@ -5,13 +5,13 @@
         [--assistant DIR] [--quantize int8 int4] [--activations int8] [--other PYTHON]
         [--llama FOLDER GGUF [GGUF ...]] [--llama-draft GGUF] [--json]
 
-``--quantize`` adds `auto` and `plain` of the target rounded to so many bits, with the same drafts; ``--activations``
+``--quantize`` adds `auto` and `plain` of the target rounded to fewer bits, with the same drafts; ``--activations``
 adds those of a quantised file's target whose products round states to 8 bits.
 ``--other`` is the interpreter of an environment with another version of specinfer, ``--llama`` the folder of
 llama.cpp's programs, followed by GGUF files of the target's weights.  Its server (`llama-server`) decodes them, a
 process for each of ``--llama-methods``: `llama` is plain, `llama-ngram` looks tokens up in the text, and `llama-draft`
-drafts with the model of ``--llama-draft``, so many tokens a step as the server does by default.
-``--rows`` lets our methods decode so many prompts together, each with those that follow it.
+drafts with the model of ``--llama-draft``, as many tokens a step as the server's default.
+``--rows`` lets our methods decode this many prompts together, each with those that follow it.
 All take turns, prompt by prompt, forwards and backwards; prompts are fed as token ids, and prefill counts.  The table
 has the median of tokens a second, the median ratio of the first method to this one with its 95 % bootstrap interval,
 the worst prompt's ratio, and for our methods new tokens per target pass, prefill excluded, over all prompts.

@@ -54,7 +54,7 @@ def stream(client: OpenAI, model: str, prompt: str, new_tokens: int) -> Stream:
 
 
 def load(url: str, prompts: list[str], clients: int, new_tokens: int) -> list[Stream]:
-    """Return the texts of all prompts, so many at a time."""
+    """Return the texts of all prompts; a few clients ask for them at a time."""
     client = OpenAI(base_url=url, api_key="none", timeout=600)
     model = client.models.list().data[0].id
     with ThreadPoolExecutor(clients) as pool:

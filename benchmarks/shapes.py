@@ -4,7 +4,8 @@
     python benchmarks/passes.py --target out/3b.gguf
 
 Matrices are Q4_K, those of values, of "down" and of the head Q6_K, as in files of Q4_K_M, but in every layer.
-Tokenizer and vocabulary are those of the given file, so the head is as large as it is there.  Texts are noise.
+Tokenizer and vocabulary are those of the given file, so the head is as large as it is there.  Texts are noise.  What a
+layer adds to the states is small, else rounding would grow from layer to layer until no two passes agree.
 """
 
 import argparse
@@ -16,8 +17,12 @@ import gguf
 import numpy as np
 
 SEED = 0
-SCALE = 0.002  # of 32 inputs, about: weights are below 0.4
-STARTS = {gguf.GGMLQuantizationType.Q4_K: (0, 2), gguf.GGMLQuantizationType.Q6_K: (208,)}  # of float16 numbers
+ADDED = 0.1  # of a layer, in place of 1: the size of matrices that add to the states
+# where float16 numbers of a block stand, and what weights of deviation 1 have there: integers and factors are random
+SCALES = {
+    gguf.GGMLQuantizationType.Q4_K: ((0, 1 / 225), (2, 7.5 / 225)),  # so that their mean is 0
+    gguf.GGMLQuantizationType.Q6_K: ((208, 1 / 1370),),
+}
 
 
 class Shape(NamedTuple):
@@ -57,14 +62,14 @@ def matrices(shape: Shape, vocabulary: int) -> Iterator[tuple[str, int, int, boo
         yield f"{name}.ffn_down", hidden, shape.feed_forward, True
 
 
-def blocks(outputs: int, inputs: int, six: bool, generator: np.random.Generator) -> np.ndarray:
-    """Return random blocks (outputs, bytes of a row) whose scales are small."""
+def blocks(outputs: int, inputs: int, six: bool, size: float, generator: np.random.Generator) -> np.ndarray:
+    """Return random blocks (outputs, bytes of a row); products have about this size times that of their states."""
     kind = gguf.GGMLQuantizationType.Q6_K if six else gguf.GGMLQuantizationType.Q4_K
-    weights, size = gguf.GGML_QUANT_SIZES[kind]
-    found = generator.integers(256, size=(outputs * inputs // weights, size), dtype=np.uint8)
-    scales = SCALE / 32 * (0.5 + generator.random((len(found), len(STARTS[kind])))).astype(np.float16)
-    for index, start in enumerate(STARTS[kind]):
-        found[:, start : start + 2] = scales[:, index : index + 1].astype(np.float16).view(np.uint8)
+    weights, octets = gguf.GGML_QUANT_SIZES[kind]
+    found = generator.integers(256, size=(outputs * inputs // weights, octets), dtype=np.uint8)
+    deviations = size / inputs**0.5 * (0.5 + generator.random(len(found)))
+    for start, scale in SCALES[kind]:
+        found[:, start : start + 2] = (scale * deviations).astype(np.float16).view(np.uint8).reshape(-1, 2)
     return found.reshape(outputs, -1)
 
 
@@ -92,7 +97,8 @@ def write(shape: Shape, tokenizer: Path, path: Path) -> None:
     vocabulary = given.tensors["token_embd.weight"].shape[0]
     for matrix, outputs, inputs, six in matrices(shape, vocabulary):
         kind = gguf.GGMLQuantizationType.Q6_K if six else gguf.GGMLQuantizationType.Q4_K
-        writer.add_tensor(f"{matrix}.weight", blocks(outputs, inputs, six, generator), raw_dtype=kind)
+        size = ADDED if matrix.endswith(("attn_output", "ffn_down")) else 1.0
+        writer.add_tensor(f"{matrix}.weight", blocks(outputs, inputs, six, size, generator), raw_dtype=kind)
         if shape.architecture == "qwen2" and matrix.endswith(("attn_q", "attn_k", "attn_v")):
             writer.add_tensor(f"{matrix}.bias", np.zeros(outputs, np.float32))
     norms = [f"blk.{layer}.{norm}" for layer in range(shape.layers) for norm in ("attn_norm", "ffn_norm")]

@@ -5,7 +5,7 @@
 
 A file or a folder of them has a line for each question: question_id, category, turns.  Spec-Bench's question.jsonl is
 one; the rows of nvidia/SPEED-Bench become one with pandas (`to_json(path, orient="records", lines=True)`).  ``--count``
-takes so many questions of each category.  A method is `plain`, without speculation, or drafts joined by +, `auto` being
+limits the questions of each category.  A method is `plain`, without speculation, or drafts joined by +, `auto` being
 the default ones.  All take turns, question by question, each with its own answers before the later turns; the first
 question warms up besides.  A question that does not fit the target's context is left out, and named.
 

@@ -76,7 +76,7 @@ def pass_rows(target: TreeModel, graphs: bool, context: int, sizes: Sequence[int
 
 
 def _kernels(run: Callable[[], Any], times: int) -> Row:
-    """Return how many kernels something launches that is done so many times, and their milliseconds, each time."""
+    """Return how many kernels something launches each time that it is done, and their milliseconds."""
     found = kernels(lambda: [run() for _ in range(times)])
     if found is None:
         return {"kernels": None, "kernel_ms": None}

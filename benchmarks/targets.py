@@ -47,8 +47,8 @@ class Subject:
     Attributes:
         name, model, tokenizer: of the target; its texts do not end.
         drafts: of our decoder.
-        prompts: of so many rows with so many tokens; those of the pair are as long as they are.
-        text: the ids that must follow a prompt, so many; None where they are not known.
+        prompts: rows, and tokens of each; those of the pair are as long as they are.
+        text: the ids that must follow a prompt; None where they are not known.
     """
 
     name: str
@@ -150,7 +150,7 @@ def counting(config: PreTrainedConfig, dtype: str) -> Any:
 
 
 def following(config: PreTrainedConfig, tokens: Any, steps: int = 1) -> Any:
-    """Return what a counting model writes so many steps after tokens."""
+    """Return what a counting model writes some steps after tokens."""
     return tokens if config.tie_word_embeddings else (tokens + steps) % config.vocab_size
 
 

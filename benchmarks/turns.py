@@ -2,7 +2,7 @@
 
     python benchmarks/turns.py [--tokens 2000] [--rounds 5] [--dtype float32] [--compile] [--busy] [--json]
 
-The first turn's prompt has about so many tokens, and a short answer.  The second turn asks one more question: with the
+The first turn's prompt has about as many tokens, and a short answer.  The second turn asks one more question: with the
 store that the first turn filled, and with an empty one, in turn.  Figures are medians; the ids must be the same.  On a
 machine that others use, `--busy` counts the seconds that a single thread computes.
 """
@@ -25,7 +25,7 @@ LIKES = "tea", "rain", "maps", "old clocks", "rope", "bread"
 
 
 def first_turn(tokenizer: Any, tokens: int) -> list[dict[str, str]]:
-    """Return a question whose prompt has about so many tokens."""
+    """Return a question whose prompt has about this many tokens."""
     facts = ""
     for number in range(tokens):
         facts += FACT.format(number, 1700 + number % 250, LIKES[number % len(LIKES)])

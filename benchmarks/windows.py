@@ -3,7 +3,7 @@
     python benchmarks/windows.py --context docs/how-it-works.md docs/choosing.md docs/exactness.md docs/serving.md
         [--lengths 150 500 1000 2000 4000] [--windows 0 1024 512 256 128] [--temperature 1] [--max-new-tokens 96]
 
-Each text is cut to so many tokens, with a question after it, and answered with trees of 8 nodes from head-1 alone.  A
+Each text is cut, with a question after it, and answered with trees of 8 nodes from head-1 alone.  A
 window of 0 is none.  What the first answer has read of a prompt serves the others: the head has one layer, and no
 window changes its keys and values.  Passes are counted, so the machine does not matter.
 """
@@ -22,7 +22,7 @@ QUESTIONS = "Write a long summary of the text above.", "Explain the most importa
 
 
 def prompts(decoder: SpeculativeDecoder, texts: list[str], length: int) -> list[list[int]]:
-    """Return a prompt of so many tokens for each text; a shorter text goes on with the next one."""
+    """Return a prompt of this many tokens for each text; a shorter text goes on with the next one."""
     found = []
     for number in range(len(texts)):
         text = decoder.tokenizer.decode(

@@ -294,7 +294,7 @@ def same_tokens(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase)
     """Check that every token id means the same text to two tokenizers, so that one may draft for the other.
 
     The tables are compared in full. Sizes of embeddings may differ: models of one family often pad the same table
-    differently. How text is cut into tokens may differ, too, and which ids begin and end it: a draft reads ids.
+    differently. How text is cut into tokens may also differ, and which ids begin and end it: a draft reads ids.
 
     Raises:
         TokenizerMismatch: names the first id that differs and its text on each side.

@@ -278,7 +278,7 @@ class _WeightInputs:
                 self.share(product, outputs, group)
 
     def share(self, product: fx.Node, outputs: Sequence[int], group: Sequence[fx.Node]) -> None:
-        """Put parts of a product, of so many outputs each, in the places of layers."""
+        """Put parts of a product in the places of layers; sizes are their outputs."""
         parts = [product]
         if len(group) > 1:
             with self.graph.inserting_before(group[0]):

@@ -170,7 +170,7 @@ def _usable(model: TreeModel, form: str, aux_layers: Sequence[int], anew: bool =
     try:
         compiled = CompiledPass(model, folder, form)
         if not set(aux_layers) <= set(compiled.aux_layers):
-            raise NotCompiled("compiled for other drafts: run `specinfer compile` with these, too")
+            raise NotCompiled("compiled for other drafts: run `specinfer compile` with these as well")
         if not (reason := compiled.refresh()):
             _check_once(model, compiled, folder)
     except NotCompiled:

@@ -87,7 +87,7 @@ def open_gguf(path: str | os.PathLike[str]) -> Gguf:
             part.refuse(f"it is not part {number + 1} of {parts}", "the parts do not belong together, get them again")
         found = part.tensors()
         if both := tensors.keys() & found:
-            part.refuse(f"tensor {min(both)!r:.80} is in an earlier part, too")
+            part.refuse(f"tensor {min(both)!r:.80} is in an earlier part as well")
         tensors |= found
     if len(tensors) != (wanted := _number(header, "split.tensors.count", len(tensors))):
         header.refuse(f"its parts hold {len(tensors)} tensors, and should hold {wanted}")
@@ -145,14 +145,14 @@ class _Header:
         return form.unpack(self.take(form.size))[0]
 
     def counted(self, least: int, what: str) -> int:
-        """Read how many of something follow, each at least so many bytes."""
+        """Read how many of something follow, each of at least `least` bytes."""
         count = self.number(_LENGTH)
         if count * least > self.size - self.at:
             self.refuse(f"it should hold {count} {what}, and has no room for them")
         return count
 
     def texts(self, count: int) -> list[str]:
-        """Read so many texts; there may be 300,000, so that each is read in a few operations."""
+        """Read `count` texts; there may be 300,000, so each is read in a few operations."""
         found, data, at, size = [], self.data, self.at, self.size
         try:
             for _ in range(count):

@@ -94,7 +94,7 @@ def pack(parts: Iterable[Quantised], outputs: int, inputs: int, pages: LargePage
 
 
 def unpack(packed: Tensor, inputs: int, part: int = 4096) -> Iterator[Quantised]:
-    """Yield the parts of a packed matrix (N, K), K inputs, each of so many rows: a multiple of 32.
+    """Yield the parts of a packed matrix (N, K), K inputs, each of `part` rows, a multiple of 32.
 
     They are what it was packed from.
     """
@@ -106,7 +106,7 @@ def unpack(packed: Tensor, inputs: int, part: int = 4096) -> Iterator[Quantised]
 
 
 def blocks_of(packed: Tensor, inputs: int, chosen: Tensor, rows: int = -1) -> Quantised:
-    """Return the rows of some blocks, by number, of a packed matrix with so many inputs; the first ones, or all."""
+    """Return the rows of some blocks, by number, of a packed matrix with K inputs; the first ones, or all."""
     entries = _entries(packed)
     first, code = (int(number) for number in entries[0])
     blocks = packed[first:].view(len(entries), -1)[chosen]

@@ -165,7 +165,7 @@ class GraphedPass(Pass):
             return run(dict(tensors))
 
     def _replayed(self, run: Function, tensors: Tensors, cache: TreeCache, kv_length: int, kind: Hashable) -> Outputs:
-        """Run passes that attend to so many slots, from a graph if there is one; lengths of rows are inputs, too."""
+        """Run passes that attend to `kv_length` slots, from a graph if there is one; rows' lengths are inputs."""
 
         def located(given: Tensors) -> Outputs:
             with cache.locate(given["lengths"], kv_length):
@@ -250,7 +250,7 @@ class CudaCapture:
                 with torch.cuda.graph(graph, self.pool, _stream(device), capture_error_mode="thread_local"):
                     outputs = run(inputs)
             except RuntimeError as error:
-                reason = str(error.__context__ or error).splitlines()[0]  # ending a failed capture fails, too
+                reason = str(error.__context__ or error).splitlines()[0]  # ending a failed capture fails as well
                 raise UnsupportedModel(f"a pass cannot be captured ({reason}): leave out graphs") from error
 
         def replay() -> Outputs:

@@ -142,7 +142,7 @@ class Costs:
         self.earned: dict[int, Average] = {}
 
     def seconds(self, rows: int, nodes: float) -> float:
-        """Return what a step costs without its drafts, when the target scores so many nodes in each row."""
+        """Return what a step costs without its drafts, when the target scores this many nodes in each row."""
         plain = self.plain.get(rows)
         if self.trees.known and (nodes or plain is None):
             return self.trees.at(rows * (nodes + 1))
@@ -161,7 +161,7 @@ class Costs:
         return self.price(rows) * self.trees.slope
 
     def flat(self, rows: int, nodes: int) -> bool:
-        """Whether trees of so many nodes were scored, cost little more than none, and twice as many hardly more."""
+        """Whether trees of this size were scored, cost little more than none, and twice as many nodes hardly more."""
         fed, trees, plain = rows * (nodes + 1), self.trees, self.plain.get(rows)
         if plain is None or not trees.known or fed > trees.largest or trees.at(fed) > FAR * plain.value:
             return False

@@ -1,6 +1,6 @@
 """A model's configuration, from the metadata of a file and the shapes of its tensors.
 
-Knows: how the architectures name their sizes, which scaling of rotary frequencies transformers has, too.
+Knows: how the architectures name their sizes, which of their scalings of rotary frequencies transformers has.
 Does not know: weights, tokenizers.
 """
 

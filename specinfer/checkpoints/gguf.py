@@ -137,7 +137,7 @@ def _order(path: str, config: PreTrainedConfig) -> Tensor | None:
 
 
 def _parts(stored: Stored, order: Tensor | None) -> Iterator[Quantised]:
-    """Yield a tensor's rows, so many at once that little memory is needed."""
+    """Yield a tensor's rows, a few at once, so that little memory is needed."""
     for begin in range(0, len(stored.rows), PART):
         part = slice(begin, begin + PART)
         yield quantised(stored.kind, stored.rows[part] if order is None else stored.rows[order[part]])

@@ -3,7 +3,7 @@
 Knows: byte-level BPE with the ways to split text that are named below, and SentencePiece's BPE.
 Does not know: models, weights.
 
-transformers converts tokenizers, too; but its conversion changed from release to release, and splits text like GPT-2's
+transformers also converts tokenizers, but its conversion changed between releases, and splits text like GPT-2's
 where it does not know the way that a file names.
 """
 

@@ -95,7 +95,7 @@ class Prefix:
         return min([common, *(length for length in read if length < self.first)])
 
     def states_of(self, length: int) -> list[Tensor]:
-        """Return a copy of the states that are known of so many tokens, in one tensor, if there are any."""
+        """Return a copy of the states that are known of the first tokens, in one tensor, if there are any."""
         known = length - self.first
         return [torch.cat([*self.states])[:known].clone()] if self.states and known > 0 else []
 

@@ -213,7 +213,7 @@ class Followed:
     caches: Sequence[Cached] = ()
 
     def forget(self, count: int) -> None:
-        """Forget the states of the first tokens, so many at most."""
+        """Forget the states of the first `count` tokens, as far as whole steps are among them."""
         while self.states and self.first + len(self.states[0]) <= count:
             self.first += len(self.states.pop(0))
 

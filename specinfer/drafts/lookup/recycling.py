@@ -99,9 +99,9 @@ def _mixed(
 class RecyclingDraft(Draft):
     """Token recycling (arXiv 2408.08696, section 3), with the probabilities kept.  No weights, no passes.
 
-    What the target says at any node goes into a table, rejected nodes included: its 8 likeliest tokens, before
-    processors, half mixed with what it said before.  Children of a node are what followed its last two tokens, blended
-    with what followed its last one.
+    The target's distribution at any node goes into a table, rejected nodes included: its 8 likeliest tokens, before
+    processors, mixed in equal parts with the earlier entry.  Children of a node are what followed its last two tokens,
+    blended with what followed its last one.
 
     A decoder has a table of its own, of 16 MB at most, and keeps it: what one call teaches, the drafts of the next one
     use.  This also holds for several users of one decoder.  It changes trees and passes, never a text.

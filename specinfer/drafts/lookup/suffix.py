@@ -205,7 +205,7 @@ class SuffixSession(DraftRows):
         return self.drawn(self.dense(tokens, q.log()), k, replacement, frontier.depth)
 
     def _likeliest(self, frontier: Frontier, count: int | None) -> tuple[Tensor, Tensor]:
-        """Return each node's likeliest successors, so many or all, and their probabilities, (B, W, K); 0 = padding."""
+        """Return each node's likeliest successors, `count` or all, and their probabilities, (B, W, K); 0 = padding."""
         ranked = [
             [sorted(distribution.items(), key=lambda item: (-item[1], item[0]))[:count] for distribution in row]
             for row in self._distributions(frontier)
