@@ -7,6 +7,7 @@
 Names are imported when first used, so that ``import specinfer`` does not wait for torch and transformers.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,12 @@ if TYPE_CHECKING:  # for type checkers, which read no tables
     from specinfer.tree import TokenTree as TokenTree
 
 __version__ = versions.VERSION
+
+# What libraries read when they are loaded, unless the environment says otherwise.  oneDNN keeps a kernel for each
+# number of states that it has multiplied, 1,024 by default.  GNU OpenMP lets a thread that waits run for milliseconds:
+# where other programs run, the thread that it waits for gets no turn meanwhile, and passes take ten times as long.
+for _name, _value in {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "GOMP_SPINCOUNT": "2000"}.items():
+    os.environ.setdefault(_name, _value)
 
 # by module, what `import specinfer` offers, and after the bar what to import from there
 _PUBLIC = {

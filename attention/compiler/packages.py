@@ -224,8 +224,8 @@ def _made(model: TreeModel, form: str, aux_layers: Sequence[int]) -> CompiledPas
                 if reason := compiled.refresh():
                     raise NotCompiled(reason)
                 error, limit = check(source, compiled, WIDTHS), limit_of(source, form)
-                found = f"logits are {error:.1g} of their spread from the plain model's at most"
-                _tell(f"compiled and checked: {found}; up to {limit:g} is rounding")
+                found = f"off by {error:.1g} of their spread at most, below the limit of {limit:g}"
+                _tell(f"compiled and checked: logits are the plain model's but for rounding ({found})")
                 record = parse_json((made / RECORD).read_text())
                 record["made"] = {"model": model.checkpoint, "error": error, "limit": limit}
                 write_json(made / RECORD, record)

@@ -23,10 +23,6 @@ from specinfer.common.progress import close_bars
 from specinfer.common.versions import VERSION
 from specinfer.errors import SpecinferError
 
-# What libraries read when they are loaded, unless the environment says otherwise.  oneDNN keeps a kernel for each
-# number of states that it has multiplied, 1,024 by default.  GNU OpenMP lets a thread that waits run for milliseconds:
-# where other programs run, the thread that it waits for gets no turn meanwhile, and passes take ten times as long.
-DEFAULTS = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "GOMP_SPINCOUNT": "2000"}
 app = typer.Typer(
     no_args_is_help=True,
     help="Generate text with token trees that a small model drafts and the target verifies, exactly.",
@@ -75,8 +71,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a text is not lost to an encoding that cannot hold it
-    for name, value in DEFAULTS.items():
-        os.environ.setdefault(name, value)
     try:
         try:
             code = app(standalone_mode=False)

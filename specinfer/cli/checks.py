@@ -31,10 +31,9 @@ DISTANCES = (
     "children per level. with, without: replacement."
 )
 ERRORS = (
-    "error: of a node's logits or states when the package was made, against the plain model's, as a share of their "
-    "spread; of all nodes the largest (with packed weights, of 99 %). limit: up to there rounding explains it; a "
-    "package beyond it is not kept. Heads may be rounded to fewer bits: they only propose, so this costs accepted "
-    "tokens at most, and no text changes."
+    "error: the largest difference between the package's logits (a head's states) and the plain model's, as a share "
+    "of their spread; with packed weights, at 99 % of the nodes. limit: what rounding explains; a package beyond it is "
+    "not kept. Heads may be rounded to fewer bits: they only propose, so no text changes."
 )
 PACKAGE = ("model", "is", "layers", "error", "limit", "MB")  # columns of the table of packages
 UNKNOWN = " ?: made by a version that did not keep it."

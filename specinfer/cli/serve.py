@@ -6,10 +6,12 @@ Knows: options, uvicorn.  Does not know: the protocol, what a request is answere
 import logging
 import os
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import inf
 from pathlib import Path
+from socket import AF_INET, AF_INET6, create_server
 from typing import Annotated
 
 from typer import Option
@@ -48,6 +50,16 @@ class Access:
             reach = f"--host {self.host} is reached from other machines, and there is no key"
             raise InputError(f"{reach}: add --api-key-file FILE, or --insecure")
         return keys
+
+
+def check_free(host: str, port: int) -> None:
+    """Raise `InputError` if nothing can listen there, before a model is loaded for it."""
+    try:
+        with closing(create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)):
+            pass
+    except OSError as error:
+        reason = f"cannot listen on {host}, port {port} ({error.strerror or error})"
+        raise InputError(f"{reason}: choose another --port, or 0 for a free one") from error
 
 
 @dataclass(frozen=True)
@@ -95,6 +107,7 @@ def serve(
     keys = access.keys()
     if missing := [package for package in PACKAGES if find_spec(package) is None]:
         raise InputError(f'a server needs {missing[0]}: pip install "specinfer[serve]"')
+    check_free(access.host, access.port)
     decoder = models.decoder(grown=trees.policy)
     import uvicorn
 

@@ -168,7 +168,7 @@ def test_all_parts_are_opened(tmp_path: Path) -> None:
         (part(0, a=FLOATS), gguf({}, {"b": FLOATS}), "00002.gguf: it is not part 2 of 2"),
         (part(1, a=FLOATS), part(1, b=FLOATS), "00001-of-00002.gguf: it is not part 1 of 2"),
         (part(0, 3, a=FLOATS), part(1, b=FLOATS), "one of 3 parts; give the first, .* in -00001-of-00003.gguf"),
-        (part(0, a=FLOATS), part(1, a=FLOATS), "tensor 'a' is in an earlier part, too"),
+        (part(0, a=FLOATS), part(1, a=FLOATS), "tensor 'a' is in an earlier part as well"),
         (part(0, tensors=3, a=FLOATS), part(1, b=FLOATS), "its parts hold 2 tensors, and should hold 3"),
     ],
 )

@@ -356,14 +356,15 @@ def test_text_of_another_encoding_is_one_line(run, monkeypatch, command, errors)
     assert run.asked == []
 
 
-@pytest.mark.parametrize("name", cli.DEFAULTS)
-@pytest.mark.parametrize("given", ["", "7"])
-def test_libraries_are_told_what_suits_unless_the_environment_says_otherwise(run, monkeypatch, name, given):
-    monkeypatch.setenv(name, given)
-    if not given:
-        monkeypatch.delenv(name)
-    run("--version")
-    assert os.environ[name] == (given or cli.DEFAULTS[name])
+@pytest.mark.parametrize(("name", "usual"), [("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64"), ("GOMP_SPINCOUNT", "2000")])
+@pytest.mark.parametrize("given", [None, "7"])
+def test_libraries_are_told_what_suits_unless_the_environment_says_otherwise(name, usual, given):
+    """By the import alone, and before torch is loaded, which reads it then."""
+    environment = {key: value for key, value in os.environ.items() if key != name} | ({name: given} if given else {})
+    script = f"import os, sys, specinfer; print(os.environ[{name!r}], 'torch' in sys.modules)"
+    command = [sys.executable, "-P", "-c", script]
+    told = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert told == f"{given or usual} False\n"
 
 
 @pytest.mark.parametrize("option", ["--dtype", "--device"])

@@ -3,6 +3,7 @@
 import http.client
 import importlib
 import json
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from serving import CONTEXT, HELLO, Live, live, made_decoder
 
 from specinfer import SpeculativeDecoder, cli
+from specinfer.cli import options
 from specinfer.cli.serve import Access
 from specinfer.errors import InputError
 from specinfer.serve.application import Limits, application
@@ -164,6 +166,20 @@ def test_a_missing_package_is_one_line(package: str, monkeypatch: pytest.MonkeyP
     assert end.value.code == 2
     line = f'specinfer: a server needs {package}: pip install "specinfer[serve]"\n'
     assert capsys.readouterr().err == line
+
+
+def test_a_port_that_is_taken_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Before models are loaded: else clients that come meanwhile ask the other server."""
+    monkeypatch.setattr(options.Models, "decoder", lambda *_, **__: pytest.fail("a model was loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["specinfer", "serve", "--port", str(port)])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+    told = capsys.readouterr().err
+    assert end.value.code == 2
+    why = f"cannot listen on 127.0.0.1, port {port} (Address already in use)"
+    assert told == f"specinfer: {why}: choose another --port, or 0 for a free one\n"
 
 
 def test_strangers_need_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

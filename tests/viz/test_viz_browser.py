@@ -304,7 +304,7 @@ def test_arrow_keys_and_buttons_go_from_round_to_round(shown, data):
     assert shown.round == 0
     shown.keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
     assert shown.round == 2
-    shown.one('[aria-label="previous round"]').click()
+    shown.one('[aria-label="previous step"]').click()
     assert shown.round == 1
     shown.keys(Keys.END)
     assert shown.round == len(data["steps"]) - 1

@@ -146,7 +146,8 @@ def _head(report: Record) -> str:
     several = any(group["prompts"] > 1 for group in report["groups"])
     intervals = ", [95 % intervals over prompts]" if several else ""
     figures = f"tokens per target pass, then median ratios of tokens/s{intervals}"
-    return f"{settings}\n{figures}\n"
+    texts = "same ids: as without speculation; prefix: tokens until they differ; gap: of the two best logits there"
+    return f"{settings}\n{figures}\n{texts}\n"
 
 
 def _foot(report: Record) -> list[str]:

@@ -136,7 +136,8 @@ class DraftReport(Tabular):
         for check in self.drafts:
             yield from check._parts()
         if self.together is not None:
-            yield f"all {len(self.drafts)} drafts together: {self.together.advice}\n"
+            count = "both" if len(self.drafts) == 2 else f"all {len(self.drafts)}"
+            yield f"{count} drafts together: {self.together.advice}\n"
             yield from self.together._parts()
 
 

@@ -55,7 +55,7 @@ class Answer {
   }
 
   word(piece, authors, round) {
-    const by = `by ${authors.length ? this.display.names(authors) : "the target"}, round ${round + 1}`;
+    const by = `by ${authors.length ? this.display.names(authors) : "the target"}, step ${round + 1}`;
     const word = el("span", {
       class: "word", role: "button", tabindex: -1, title: by, "aria-label": `${visible(piece)}, ${by}`,
       click: () => this.display.lead.go(round), keydown: event => this.key(event, word),

@@ -50,13 +50,13 @@ class Display extends Player {
     this.lead = lead ?? this;   // which goes from round to round: a pair, if the display is a side of it
     this.steps = model.steps.map(data => new Step(data, model.texts));
     this.round = lead ? 0 : model.best;
-    this.settings = null;   // the item that stays selected when the pointer leaves; null = the round itself
+    this.held = null;   // the item that stays selected when the pointer leaves; null = the round itself
     const result = Boolean(model.prompt), alone = !lead;
     this.answer = result ? new Answer(this) : null;
     this.tree = new Tree(this);
     this.facts = alone ? new Facts(this) : null;
     this.mask = alone ? new Mask(this) : null;
-    this.scrubber = alone && this.rounds > 1 ? new Scrubber(this, "round", bars(this)) : null;
+    this.scrubber = alone && this.rounds > 1 ? new Scrubber(this, "step", bars(this)) : null;
     const stage = el("div", { class: alone ? "stage" : "" }, [this.tree, this.facts, this.mask].map(part => part?.element));
     this.root.append(...[
       alone && result && figures(model), alone && result && promptOf(model), this.answer?.element,
@@ -95,14 +95,14 @@ class Display extends Player {
     this.facts?.draw(item);
   }
 
-  lock_settings(item) {
-    this.settings = item;
+  hold(item) {
+    this.held = item;
     this.select(item);
   }
 
   draw() {
     const focused = this.tree.box.contains(this.root.getRootNode().activeElement);
-    this.settings = null;
+    this.held = null;
     for (const part of [this.scrubber, this.answer, this.tree, this.mask, this.facts]) part?.draw();
     if (focused) this.root.focus({ preventScroll: true });   // what had it is gone, but keys shall go on working
   }

@@ -20,7 +20,7 @@ class Facts {
     const mono = node => el("span", { class: "mono token" }, drawn(...step.pieceOf(node)));
     const hint = "inspect(decoder, result) adds what the target thought of every node.";
     return [
-      el("h2", {}, steps.length > 1 ? `Round ${round + 1}` : "The tree"),
+      el("h2", {}, steps.length > 1 ? `Step ${round + 1}` : "The tree"),
       el("p", {}, "Point at a token, or walk the tree with Tab and the arrow keys."),
       list([
         ["drafted", plural(step.size - 1, "node")],

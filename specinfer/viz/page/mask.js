@@ -31,7 +31,7 @@ class Mask {
     const rect = (name, x, width) =>
       el("svg:rect", { class: name, x, y: y + 1, width, height: name === "hit" ? cell : cell - 2 });
     const row = el("svg:g", {
-      mouseenter: () => display.select(display.tree.itemOf(node)), mouseleave: () => display.select(display.settings),
+      mouseenter: () => display.select(display.tree.itemOf(node)), mouseleave: () => display.select(display.held),
     },
       label > 0 && el("svg:text", { x: label - 6, y: y + cell - 2, "text-anchor": "end" }, short),
       rect("prefix", label, prefix),

@@ -5,7 +5,7 @@ function bars(display) {
   const { steps } = display, last = steps.length - 1;
   const most = Math.max(...steps.map(step => step.gained)), unit = Math.min(8, (46 - most) / most);
   const marks = steps.map((step, round) => el("div", {
-    class: "bar", title: `round ${round + 1}: ${plural(step.gained, "token")}`, click: () => display.go(round),
+    class: "bar", title: `step ${round + 1}: ${plural(step.gained, "token")}`, click: () => display.go(round),
     style: `left: ${100 * round / last}%; width: min(14px, ${(70 / steps.length).toFixed(2)}%)`,
   }, cells(display, step, `height: ${unit}px`)));
   return { picture: el("div", { class: "bars" }, marks), marks: marks.map((mark, round) => [mark, round, true]) };

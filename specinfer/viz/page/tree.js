@@ -98,8 +98,8 @@ class Tree {
       class: `chip ${state}`, "data-node": kind === "node" ? node : kind,
       role: "treeitem", tabindex: state === "root" ? 0 : -1, "aria-level": item.depth + 1,
       "aria-label": this.describe(item, visible(piece), state, authors),
-      mouseenter: () => this.display.select(item), mouseleave: () => this.display.select(this.display.settings),
-      focus: () => this.display.lock_settings(item), click: () => (more ? this.expand(node) : this.focus(item)),
+      mouseenter: () => this.display.select(item), mouseleave: () => this.display.select(this.display.held),
+      focus: () => this.display.hold(item), click: () => (more ? this.expand(node) : this.focus(item)),
       keydown: event => this.chipKey(event, item),
     },
       authors.length > 0 && el("span", { class: "who" }, authors.map(draft => this.display.shape(draft))),
@@ -137,7 +137,7 @@ class Tree {
       ArrowRight: this.items.find(other => other.parent === item), ArrowLeft: item.parent,
       ArrowUp: column[index - 1], ArrowDown: column[index + 1],
     };
-    if (event.key === "Escape") this.display.lock_settings(null);
+    if (event.key === "Escape") this.display.hold(null);
     else if (item.kind === "more" && (event.key === "Enter" || event.key === " ")) this.expand(item.node);
     else if (!(event.key in to)) return;
     else if (to[event.key]) this.focus(to[event.key]);
