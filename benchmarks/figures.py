@@ -338,6 +338,14 @@ def without_tiles(name: str) -> Figure:
 
 
 FIGURES |= {f"{name}-without-tiles": without_tiles(name) for name in ("speed", "passes")}
+FIGURES["passes-larger"] = FIGURES["passes"]._replace(
+    runs={
+        f"{size}, random Q4_K": Run("passes.py", f"--rounds 5 --target MODELS/{size}-random.gguf --json", "--rounds 2")
+        for size in ("3B", "8B")
+    },
+    plot=None,
+    alt="",
+)
 
 
 def lacking(options: str) -> list[str]:

@@ -91,7 +91,7 @@ def write(shape: Shape, tokenizer: Path, path: Path) -> None:
     writer.add_rope_freq_base(shape.theta)
     for key, value in given.metadata.items():
         if key.startswith("tokenizer."):
-            kind = gguf.GGUFValueType.ARRAY if isinstance(value, list) else gguf.GGUFValueType.get_type(value)
+            kind = gguf.GGUFValueType.UINT32 if type(value) is int else gguf.GGUFValueType.get_type(value)
             writer.add_key_value(key, value, kind)
     generator = np.random.default_rng(SEED)
     vocabulary = given.tensors["token_embd.weight"].shape[0]

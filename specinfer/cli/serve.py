@@ -58,8 +58,9 @@ def check_free(host: str, port: int) -> None:
         with closing(create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)):
             pass
     except OSError as error:
-        reason = f"cannot listen on {host}, port {port} ({error.strerror or error})"
-        raise InputError(f"{reason}: choose another --port, or 0 for a free one") from error
+        what = str(error.strerror).partition(" (")[0]  # without the address, which follows in brackets
+        advice = "choose another --port, or 0 for a free one"
+        raise InputError(f"cannot listen on {host}, port {port} ({what}): {advice}") from error
 
 
 @dataclass(frozen=True)
