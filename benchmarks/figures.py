@@ -1,6 +1,6 @@
 """Run the benchmarks that the pages quote, keep what they found in docs/figures/, and write it into the pages.
 
-    make figures                         everything; `FAST=1` takes fewer prompts, in less than 15 minutes
+    make figures                         everything; `FAST=1` takes fewer prompts, and less than 15 minutes
     python benchmarks/figures.py [NAME ...] [--fast] [--pages]
 
 Each figure is some runs of scripts of this folder.  A run's rows go to docs/figures/NAME.json, with command, machine,
@@ -9,7 +9,8 @@ and a plot for light pages and one for dark ones.  ``--pages`` does only that.  
 target and its compiled passes comes from the environment; a run without it is named, and its figures stay:
 
     FIGURES_MODELS    a folder: smollm2-135m.gguf, smollm2-135m-bf16.gguf (`llama-quantize` makes it),
-                      qwen2.5-coder-0.5b.gguf and -1.5b.gguf; folders qwen2.5-coder-0.5b and -1.5b in bfloat16
+                      qwen2.5-coder-0.5b.gguf and -1.5b.gguf; folders qwen2.5-coder-0.5b and -1.5b in bfloat16;
+                      3B-random.gguf and 8B-random.gguf (`shapes.py` writes them)
     FIGURES_LLAMA     a folder with llama.cpp's programs: llama-server
 
 Run it on a quiet machine.  Knows: commands, files, pages.  Does not know: how anything is measured.
@@ -36,6 +37,7 @@ PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 BLOCK = re.compile(r"(?<=<!-- figure: )([\w-]+)( -->\n).*?(?=<!-- end -->)", re.S)
 PLACES = {"MODELS": "FIGURES_MODELS", "LLAMA": "FIGURES_LLAMA"}  # words of commands, and variables of the environment
 FEATURES = {"amx_bf16": "AMX", "avx512_bf16": "AVX512-BF16", "avx512f": "AVX512", "avx2": "AVX2"}
+SLOW = ("passes-larger",)  # figures that --fast leaves out, unless it names them
 NODES = "1", "2", "4", "8", "16", "24", "32"
 Row = dict[str, Any]
 
@@ -540,10 +542,10 @@ def main() -> None:
     """Measure, then write pages and plots."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("names", nargs="*", metavar="NAME", help=f"of figures; default all: {', '.join(FIGURES)}")
-    p.add_argument("--fast", action="store_true", help="few prompts and rounds")
+    p.add_argument("--fast", action="store_true", help=f"few prompts and rounds; not {', '.join(SLOW)}")
     p.add_argument("--pages", action="store_true", help="write pages and plots from the files; run nothing")
     args = p.parse_args()
-    names, failed = args.names or list(FIGURES), 0
+    names, failed = args.names or [name for name in FIGURES if not (args.fast and name in SLOW)], 0
     if unknown := {*names} - {*FIGURES}:
         p.error(f"no figures: {', '.join(sorted(unknown))}")
     here = facts()  # before any file changes, which would make the commit another one
