@@ -842,7 +842,7 @@ def test_the_command_lists_uses_and_removes(cache: Path, tmp_path: Path, monkeyp
     shown = run.invoke(app, ["compile", "--list"])
     assert shown.stdout.splitlines()[0].split() == ["model", "is", "layers", "error", "limit", "MB"]
     assert max(map(len, shown.output.splitlines())) <= 100
-    assert "limit: up to there rounding explains it" in " ".join(shown.stderr.split())
+    assert "limit: what rounding explains" in " ".join(shown.stderr.split())
     assert run.invoke(app, ["compile", "--remove"]).exit_code == 0
     assert packages.packages() == []
     monkeypatch.setenv("PATH", "")
