@@ -6,7 +6,6 @@ Knows: options, uvicorn.  Does not know: the protocol, what a request is answere
 import logging
 import os
 import sys
-from contextlib import closing
 from dataclasses import dataclass
 from importlib.util import find_spec
 from math import inf
@@ -55,8 +54,7 @@ class Access:
 def check_free(host: str, port: int) -> None:
     """Raise `InputError` if nothing can listen there, before a model is loaded for it."""
     try:
-        with closing(create_server((host, port), family=AF_INET6 if ":" in host else AF_INET)):
-            pass
+        create_server((host, port), family=AF_INET6 if ":" in host else AF_INET).close()
     except OSError as error:
         what = str(error.strerror).partition(" (")[0]  # without the address, which follows in brackets
         advice = "choose another --port, or 0 for a free one"

@@ -54,6 +54,8 @@ class DraftRows(DraftSession):
     def advance(self, tokens: Committed) -> None:
         """Count the tokens that each row committed, and forget the rows that were retired (None)."""
         self.lengths = [length + len(new or ()) for length, new in zip(self.lengths, tokens, strict=True)]
+        if None not in tokens:
+            return
         for name in self.per_row:  # couplings may be empty
             kept = [value for value, new in zip(getattr(self, name), tokens, strict=False) if new is not None]
             setattr(self, name, kept)
