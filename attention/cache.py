@@ -223,14 +223,21 @@ class TreeCache(Cache):
         They say themselves which slots they write (`write_at`), for which there is `room`.
 
         Args:
-            lengths: (rows,) long.
+            lengths: (rows,) long; of more rows than there are, if there is memory for them (`make_rows`).
             kv_length: slots that all passes attend to.
         """
+        rows, self.rows, self._buffers = self.rows, len(lengths), None
         self.located, self.kv_length = lengths, kv_length
         try:
             yield
         finally:
+            self.rows, self._buffers = rows, None
             self.located = self.slots = None
+
+    def make_rows(self, rows: int) -> None:
+        """Make room for these rows, though fewer are in use."""
+        if any(rows > stack.data.shape[1] for stack in chain(*self.stacks)):
+            self._resize(rows, self.capacity)
 
     def write_at(self, slots: Tensor) -> None:
         """Write these slots, (rows, T) long, in the pass that follows."""

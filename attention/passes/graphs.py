@@ -3,8 +3,9 @@
 Knows: shapes seen so far, tensors that must stay where a graph reads them.  Does not know: trees, models.
 
 A GPU finishes the many small kernels of a pass over a few tokens faster than a CPU launches them.  A graph launches all
-of them at once.  It holds for one set of shapes, so passes use few: a pass attends to a power of two of slots, and
-its rows are padded (`common_width`).
+of them at once.  It holds for one set of shapes, so passes use few: a pass attends to a power of two of slots, its rows
+are padded (`common_width`), and a graph is of a power of two of rows: those beyond the batch are fed as well, and write
+where no row is.
 
 A graph reads and writes one cache.  So caches and their graphs are kept when a session is over, for the next one.
 """
@@ -27,7 +28,7 @@ from specinfer.attention.passes.base import Pass, Result
 from specinfer.attention.passes.plain import Padded, TensorPass
 from specinfer.attention.torch_private import copy_all
 from specinfer.common.memory import free_bytes
-from specinfer.common.tensors import on_device, padded_kv_length, padded_width
+from specinfer.common.tensors import on_device, padded_kv_length, padded_rows, padded_width
 from specinfer.errors import UnsupportedModel
 
 Tensors = dict[str, Tensor]
@@ -35,7 +36,7 @@ Replay = Callable[[], Outputs]
 Function = Callable[[Tensors], Outputs]
 
 SEEN = 2  # passes of a shape before it is captured: they warm kernels up, and many shapes come only once
-TENSORS = Layout._fields[: Layout._fields.index("sizes")]  # of a layout
+TENSORS = ("tokens", "columns", "visible", "depths", "node_depths")  # of a layout; its rows have as many nodes each
 HELD = 1 << 30, 8  # bytes of inputs and outputs that the graphs of one cache hold, or this part of what is free
 IDLE = 2  # caches of one model that are kept for sessions to come
 
@@ -56,7 +57,9 @@ class Graphs:
         self.memory: Hashable = None  # that `made` was captured with
         self.refused: set[Hashable] = set()  # kinds that cannot be captured
 
-    def __call__(self, run: Function, tensors: Tensors, memory: Hashable, kind: Hashable = None) -> Outputs:
+    def __call__(
+        self, run: Function, tensors: Tensors, memory: Hashable, kind: Hashable = None, rows: int = 1, padded: int = 1
+    ) -> Outputs:
         """Run a pass.
 
         Args:
@@ -65,6 +68,8 @@ class Graphs:
             tensors: its inputs.
             memory: another one than in the last call drops all graphs.
             kind: of pass.
+            rows: of inputs and outputs, whose first dimensions have as many entries for each.
+            padded: rows of a graph, as many at least.  The others are what they were, or copies of the first one.
 
         Returns:
             what the pass returns; the next one of these shapes may overwrite it.
@@ -74,28 +79,33 @@ class Graphs:
             self.held.clear()
             self.seen.clear()  # kernels have to warm up to the new memory
             self.memory, self.capture = memory, CudaCapture()
-        shapes = kind, *((name, tensor.shape, tensor.dtype) for name, tensor in tensors.items())
+        shapes = kind, padded, *((name, len(t) // rows, t.shape[1:], t.dtype) for name, t in tensors.items())
         self.seen[shapes] += 1
         self.is_new = shapes not in self.made
         if self.seen[shapes] <= SEEN:
             return run(dict(tensors))
         if self.is_new:
-            inputs = {name: tensor.clone() for name, tensor in tensors.items()}
+            inputs = {name: _filled(tensor, rows, padded) for name, tensor in tensors.items()}
             self.made[shapes] = inputs, self.capture(run, inputs)
         self.made[shapes] = inputs, replay = self.made.pop(shapes)
         for dtype in {tensor.dtype for tensor in tensors.values()}:  # one launch for all of a type
             names = [name for name, tensor in tensors.items() if tensor.dtype == dtype]
-            copy_all([inputs[name] for name in names], [tensors[name] for name in names])
+            copy_all([inputs[name][: len(tensors[name])] for name in names], [tensors[name] for name in names])
         outputs = replay()
         if self.is_new:
             self.held[shapes] = sum(tensor.nbytes for tensor in (*inputs.values(), *outputs))
             self._make_room()
-        return outputs
+        return outputs if rows == padded else tuple(output[: len(output) // padded * rows] for output in outputs)
 
     def _make_room(self) -> None:
         while sum(self.held.values()) > self.room and len(self.made) > 1:
             oldest = next(iter(self.made))
             del self.made[oldest], self.held[oldest]
+
+
+def _filled(tensor: Tensor, rows: int, padded: int) -> Tensor:
+    """Return a tensor of rows, (n * rows, ...), and behind them as many copies of the first one as are missing."""
+    return torch.cat([tensor, *[tensor[: len(tensor) // rows]] * (padded - rows)])
 
 
 class GraphedPass(Pass):
@@ -117,17 +127,18 @@ class GraphedPass(Pass):
         """Feed nodes of rows that are padded to one width, or have as many each; others are not replayed."""
         if nodes.order is None and len({*nodes.sizes}) > 1:
             return self.inner(model, nodes, cache, aux_layers)
-        placed, rows = Padded(nodes), len(nodes.sizes)
+        placed = Padded(nodes)
         cache.stage(nodes.sizes, placed.width)
         columns = placed.columns
         wanted = None if columns is None else range(columns[0], columns[-1] + 1)
 
         def run(given: Tensors) -> Outputs:
             extra = {name: given[name] for name in nodes.extra}
+            tokens, of_columns, visible, depths, of_nodes = (given[name] for name in TENSORS)
+            rows, width = len(depths), placed.width
             every = None if wanted is None else [wanted] * rows
-            tokens, of_rows, of_columns, visible, depths, of_nodes = (given[name] for name in TENSORS)
-            whole = visible, depths, of_nodes, [placed.width] * rows
-            padded = Layout(tokens, of_rows, of_columns, *whole, every, extra)
+            of_rows = torch.arange(rows, device=tokens.device)[:, None].expand(-1, width).flatten()
+            padded = Layout(tokens, of_rows, of_columns, visible, depths, of_nodes, [width] * rows, every, extra)
             found = self.inner.through(model, padded, self.inner.arranged(padded), cache, aux_layers)
             # also of one row of all nodes
             return tuple(values.reshape(rows, -1, *values.shape[2:]) for values in found)
@@ -171,8 +182,10 @@ class GraphedPass(Pass):
             with cache.locate(given["lengths"], kv_length):
                 return run(given)
 
-        lengths = on_device(cache.lengths, next(iter(tensors.values())).device)
-        outputs = self.graphs(located, {**tensors, "lengths": lengths}, cache.addresses, (kind, kv_length))
+        rows, padded = cache.rows, padded_rows(cache.rows)
+        cache.make_rows(padded)
+        given = {**tensors, "lengths": on_device(cache.lengths, next(iter(tensors.values())).device)}
+        outputs = self.graphs(located, given, cache.addresses, (kind, kv_length), rows, padded)
         self.first += self.graphs.is_new
         return outputs
 

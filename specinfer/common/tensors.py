@@ -45,6 +45,11 @@ def padded_width(tokens: int) -> int:
     return max(NARROWEST, 1 << (tokens - 1).bit_length())
 
 
+def padded_rows(rows: int) -> int:
+    """Return the number of rows, a power of two, that a pass over these is made for."""
+    return 1 << (rows - 1).bit_length()
+
+
 def padded_kv_length(slots: int) -> int:
     """Return the number of slots, a power of two, that a pass attends to if it needs these."""
     return max(FEWEST, 1 << (slots - 1).bit_length())

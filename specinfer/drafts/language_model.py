@@ -91,6 +91,7 @@ class ModelDraftSession(LevelRows, CachedRows):
     repeats = True  # whether levels below the root depend on lengths, and on what the root's pass gave, alone
 
     def __init__(self, model: TreeModel, context: DraftContext, texts: Sequence[Sequence[int]] | None = None) -> None:
+        self.given: dict[str, Tensor] = {}  # what a graph reads of the root's pass, while its operations are recorded
         super().__init__(context)
         slots = context.capacity, context.max_capacity
         self.device = model.device  # of the distributions
@@ -101,7 +102,6 @@ class ModelDraftSession(LevelRows, CachedRows):
         self.vocab_size = self.words = min(model.vocab_size, context.vocab_size)
         self.recent = [list(prompt[-RECENT:]) for prompt in context.prompts]  # the target's tokens
         self.last_id = model.embedded - 1  # ids beyond it are padding of the target's vocabulary
-        self.given: dict[str, Tensor] = {}  # what a graph reads of the root's pass, while its operations are recorded
         self.draft_states: list[Tensor | None] = []  # this model's hidden states at the tokens fed last, root last
 
     def source(self, roots: Sequence[int]) -> Source:
@@ -134,6 +134,11 @@ class ModelDraftSession(LevelRows, CachedRows):
         self.given, self.level, self.fed = given, None, []
         growth = policy.grow(source)
         return *growth[:4], *(column for level in self.fed for column in level[:3])
+
+    @property
+    def batch(self) -> int:
+        """Rows still active, or those of a graph."""
+        return len(self.given["logits"]) if self.given else super().batch
 
     def beside_root(self, levels: int) -> dict[str, Tensor]:
         """Return what levels below the root need beside the root's logits, by name."""

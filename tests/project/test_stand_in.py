@@ -342,6 +342,24 @@ def test_calls_of_different_lengths_hold_what_a_few_hold(there: Side, device: St
     assert all(found == after[12] for found in after[12:])
 
 
+@pytest.mark.parametrize("draft", ["none", "model", "head"])
+def test_graphs_of_four_rows_serve_three(
+    host: Side, there: Side, device: StandIn, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph is of a power of two of rows, so texts that come and go are not captured anew for each number of them."""
+    capture, kinds = device.capture, list[Any]()
+    monkeypatch.setattr(device, "capture", lambda run, inputs: (kinds.append(run), capture(run, inputs))[1])
+    decoder, options = there.decoder(draft, TREE, graphs=True), {"max_new_tokens": 12, **GREEDY}
+    wanted = ids(host.decoder(draft, TREE).generate(PROMPTS, **options))
+    for _ in range(2):
+        assert ids(decoder.generate(PROMPTS, **options)) == wanted
+    assert kinds
+    kinds.clear()
+    assert ids(decoder.generate(PROMPTS[1:], **options)) == wanted[1:]
+    assert not kinds
+    assert ids(decoder.generate(PROMPTS, **options)) == wanted
+
+
 def test_masks_of_several_kinds_of_layers_are_replayed(device: StandIn) -> None:
     """The first layer sees all tokens, the second one those of a window."""
     config = Qwen2Config(
