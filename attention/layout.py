@@ -31,7 +31,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from specinfer.attention.context import AttentionSpec
 from specinfer.common.tensors import on_device
-from specinfer.tree import Forest, Frontier, TokenTree
+from specinfer.tree import Forest, Frontier, Slots, TokenTree
 
 Columns = Sequence[range] | None  # of each row, nodes of a layout; None: all
 FEW = 64  # nodes of chains whose layouts are kept: plain steps and drafts' levels repeat them
@@ -87,6 +87,24 @@ def lay_out_trees(
         tokens[layout.columns < before[layout.rows]] = [*chain(*unread)]
     wanted = [range(first, size) for first, size in zip(before.tolist(), layout.sizes.tolist(), strict=True)]
     return layout.done(tokens, depths, device, width)._replace(wanted=wanted if before.any() else None)
+
+
+def lay_out_slots(slots: Slots, roots: Sequence[int]) -> Layout:
+    """Lay out B trees that are still on their device, as rows of as many nodes as they have at most, padded to T.
+
+    Args:
+        slots: of the trees.
+        roots: the root token of each row.
+    """
+    (batch, width), device = slots.tokens.shape, slots.tokens.device
+    form, _ = _form((width,) * batch, device, width, False)
+    return form._replace(
+        tokens=torch.cat([on_device(roots, device)[:, None], slots.tokens[:, 1:]], 1).flatten(),
+        visible=slots.visible.flatten(0, 1),
+        depths=slots.depths,
+        node_depths=slots.depths.flatten(),
+        sizes=[1 + slots.nodes] * batch,
+    )
 
 
 def lay_out_chains(chains: Sequence[Sequence[int]], device: torch.device, width: int = 0) -> Layout:

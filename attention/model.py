@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specinfer.attention.forward import Forward
-from specinfer.attention.layout import Columns, Layout, PerNode, lay_out_chains, lay_out_trees
+from specinfer.attention.layout import Columns, Layout, PerNode, lay_out_chains, lay_out_slots, lay_out_trees
 from specinfer.attention.passes.base import Pass, Ways
 from specinfer.attention.passes.graphs import Function, GraphedCaches, GraphedPass, Tensors
 from specinfer.attention.passes.plain import PlainPass, TensorPass
@@ -25,7 +25,7 @@ from specinfer.attention.passes.stateful import StatefulPass
 from specinfer.attention.torch_private import modules_of
 from specinfer.common.tensors import concat, on_device
 from specinfer.errors import InputError
-from specinfer.tree import TokenTree
+from specinfer.tree import Forest, TokenTree
 
 PREFILL_CHUNK = 512  # the most prompt tokens of a row that one pass reads on a CPU ...
 PREFILL_TOKENS = 4096  # ... and of all rows: this bounds memory, and on a CPU larger passes are slower
@@ -155,9 +155,14 @@ class TreeSession:
         return [concat(states) for states in kept]
 
     def score(self, trees: Sequence[TokenTree]) -> PerNode:
-        """Score every node of one tree per row in one pass: logits (n, V) of each row, in the order of its nodes."""
+        """Score every node of one tree per row in one pass: logits (n, V) of each row, in the order of its nodes.
+
+        Trees that are still on the device stay there, if the pass is replayed; padding has logits as well, the last n.
+        """
         read = sum(map(len, self.unread))
         if not read:
+            if self.replays and isinstance(trees, Forest) and trees.slots and trees.slots.tokens.device == self.device:
+                return self.append(lay_out_slots(trees.slots, trees.roots))
             width = self.repeated.width(max(map(len, trees)))
             return self.append(lay_out_trees(trees, self.device, width=width))
         started = perf_counter()

@@ -1,7 +1,7 @@
 """Token trees: the data structure, and how to grow, merge and lay it out.  No models, no text."""
 
 from specinfer.tree.candidates import draw_candidates, top_candidates
-from specinfer.tree.forest import Forest, Frontier, Growth, merge
+from specinfer.tree.forest import Forest, Frontier, Growth, Slots, merge
 from specinfer.tree.lattice import Lattice
 from specinfer.tree.nodes import Nodes
 from specinfer.tree.policies import BestFirst, Chain, DenseSource, Expansion, Policy, Sampled, Source, grow_best_first
@@ -21,6 +21,7 @@ __all__ = [
     "Nodes",
     "Policy",
     "Sampled",
+    "Slots",
     "Source",
     "TokenTree",
     "draw_candidates",

@@ -2,29 +2,32 @@
 
     `Frontier`   the nodes that a policy asks about, one level of all rows
     `Growth`     what it has grown, on the device of the distributions
-    `Forest`     the same on the host: merged and cut; a row becomes a `TokenTree` only when it is asked for
+    `Slots`      what the target's pass takes of it there
+    `Forest`     the same on the host, as soon as somebody looks at nodes: merged and cut; a row becomes a `TokenTree`
+                 only when it is asked for
 
-Knows: tensors, which rows and drafts belong together.  Does not know: how the arrays are computed (`nodes`), policies,
-models.
+Knows: tensors, which rows and drafts belong together.  Does not know: how arrays on the host are computed (`nodes`),
+policies, models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import NamedTuple, overload
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from specinfer.common.tensors import fetched
 from specinfer.errors import TreeError
-from specinfer.tree.nodes import Draws, Listed, Nodes, in_order, joined, roots_only
+from specinfer.tree.nodes import Draws, Listed, Nodes, depths_of, in_order, joined, roots_only
 from specinfer.tree.token_tree import Kind, TokenTree, check_ranked
 
 Listing = tuple[int, int, float]  # a node in a list on the host: token, parent, log-probability of the path
 ROOT: Listing = (-1, -1, 0.0)
-BITS = {torch.float32: torch.int32, torch.float64: torch.int64}  # whole numbers that hold those of a type
 
 
 class Frontier(NamedTuple):
@@ -56,6 +59,16 @@ class Frontier(NamedTuple):
         return Frontier(tokens[:, :width], parents[:, :width], valid[:, :width], depth)
 
 
+class Slots(NamedTuple):
+    """What the target's pass takes of grown trees on their device: B rows, T slots each in the order of `Nodes`."""
+
+    tokens: Tensor  # (B, T) int64; -1 at the root
+    depths: Tensor  # (B, T) int64; 0 in padding
+    visible: Tensor  # (B, T, T) bool; [b, i, j] = node j is node i or one of its ancestors; padding sees itself
+    nodes: int  # drafted ones of a row, at most
+    levels: int  # below the root, at most
+
+
 class Growth(NamedTuple):
     """The trees of B rows, M slots each, on the device of the distributions: slot i is node i, and slot 0 the root."""
 
@@ -65,6 +78,7 @@ class Growth(NamedTuple):
     valid: Tensor  # (B, M) bool; False = no node
     kind: Kind
     distributions: tuple[Tensor, ...] = ()  # sampled: (B, W, V) per level; joined: of nodes 0, 1, ...
+    slots: Slots | None = None  # if they are in the order of `Nodes`: see `in_order`
 
     @classmethod
     def listed(cls, rows: Sequence[Sequence[Listing]]) -> Growth:
@@ -83,8 +97,42 @@ class Growth(NamedTuple):
         Args:
             *beside: of truth values, int64, float32 or float64.
         """
-        tokens, parents, scores, valid, *others = _fetched((*self[:4], *beside))
+        tokens, parents, scores, valid, *others = fetched(*self[:4], *beside)
         return self._replace(tokens=tokens, parents=parents, scores=scores, valid=valid), others
+
+    def in_order(self, width: int, levels: int) -> tuple[Tensor, ...]:
+        """Return ranked trees with slots in the order of `Nodes`, padding last, without waiting for the device.
+
+        Siblings are different tokens, so that slot i becomes node i.
+
+        Args:
+            width: T, slots of the result, M at least.
+            levels: below the root at most.
+
+        Returns:
+            tokens, parents, scores and valid, (B, T) each; then depths and visible of `Slots`.
+        """
+        short = 0, width - self.tokens.shape[1]
+        tokens, parents, scores, valid = (pad(column, short) for column in self[:4])  # below the root
+        above, numbers = parents.clamp(min=0), torch.arange(width, device=tokens.device)
+        sees, ancestors = numbers[:, None] == numbers, above  # 1, 2, 4, ... levels up
+        for _ in range(levels.bit_length()):
+            sees = sees | sees.expand(len(tokens), -1, -1).gather(1, ancestors[:, :, None].expand(-1, -1, width))
+            ancestors = ancestors.gather(1, ancestors)
+        sizes = (sees & valid[:, :, None]).sum(1)  # of subtrees
+        score, other = scores[:, :, None], scores[:, None]
+        is_earlier = (other > score) | ((other == score) & (tokens[:, None] < tokens[:, :, None]))
+        is_sibling = (parents[:, None] == parents[:, :, None]) & valid[:, None]
+        steps = 1 + (sizes[:, None] * (is_earlier & is_sibling)).sum(2)  # from the parent
+        preorder = (sees * steps[:, None]).sum(2).masked_fill_(~valid, 2 * width)
+        order = preorder.sort(dim=1, stable=True).indices
+        every = tokens, parents, scores, valid, above, sizes
+        tokens, parents, scores, valid, above, sizes = (column.gather(1, order) for column in every)
+        parents = order.argsort(dim=1).gather(1, above).masked_fill_(parents < 0, -1)
+        ends = numbers + sizes.clamp(min=1)  # padding sees itself
+        visible = (numbers <= numbers[:, None]) & (numbers[:, None] < ends[:, None])
+        depths = (visible.sum(2) - 1).clamp_(max=levels)  # scores that are no numbers are seen later
+        return tokens, parents, scores, valid, depths, visible
 
     def trees(self, roots: Sequence[int], draft: int = 0) -> Forest:
         """Bring the trees to the host.  Waits for the device.
@@ -101,7 +149,7 @@ class Growth(NamedTuple):
             raise TreeError(f"{len(roots)} roots for {len(self.tokens)} grown trees")
         if self.tokens.shape[1] == 1:
             return Forest(self.kind, roots)
-        tokens, parents, scores, valid = (column.numpy() for column in _fetched(self[:4]))
+        tokens, parents, scores, valid = (column.numpy() for column in fetched(*self[:4]))
         row_of = valid.nonzero()[0]
         numbers = np.cumsum(valid).reshape(valid.shape) - 1  # through all rows
         tokens, parents, scores = tokens[valid], parents[valid], scores[valid].astype(np.float64)
@@ -113,14 +161,12 @@ class Growth(NamedTuple):
             raise TreeError("slot 0 of a grown tree is its root, with parent -1, and no other node has that parent")
         tokens[is_root], above[is_root] = roots, -1
         drafted = np.flatnonzero(~is_root)
-        listed = Listed(
-            tokens,
-            above,
-            scores,
-            Draws(drafted, np.full(len(drafted), draft), drafted),  # draws of one node stand in slot order
-            self._distributions(row_of[drafted], parents[drafted], above[drafted], draft),
-        )
-        return Forest(self.kind, roots, listed)
+        draws = Draws(drafted, np.full(len(drafted), draft), drafted)  # those of one node stand in slot order
+        if self.slots:
+            starts = np.append(np.flatnonzero(is_root), len(tokens))
+            return Forest(self.kind, roots, Nodes(starts, tokens, above, depths_of(above), scores, draws, {}))
+        distributions = self._distributions(row_of[drafted], parents[drafted], above[drafted], draft)
+        return Forest(self.kind, roots, Listed(tokens, above, scores, draws, distributions))
 
     def _distributions(
         self, rows: np.ndarray, nodes: np.ndarray, numbers: np.ndarray, draft: int
@@ -141,11 +187,23 @@ class Forest(Sequence[TokenTree]):
         kind: how children were chosen.
         roots: the root token of each row.
         listed: the nodes, in any order; they are put in order when needed.  None = the trees draft nothing.
+        slots: nodes in order on a device, which stay there until somebody looks at them.
+        read: brings these to the host as trees, and other tensors in the same transfer.
+
+    Attributes:
+        slots: None as soon as the nodes are on the host.
     """
 
-    def __init__(self, kind: Kind, roots: Sequence[int], listed: Listed | Nodes | None = None) -> None:
-        self.kind, self.roots = kind, list(roots)
-        self._listed = roots_only(roots) if listed is None else listed
+    def __init__(
+        self,
+        kind: Kind,
+        roots: Sequence[int],
+        listed: Listed | Nodes | None = None,
+        slots: Slots | None = None,
+        read: Callable[..., tuple[Forest, list[Tensor]]] | None = None,
+    ) -> None:
+        self.kind, self.roots, self.slots, self._read = kind, list(roots), slots, read
+        self._known = roots_only(roots) if listed is None else listed
         self._trees: dict[int, TokenTree] = {}
 
     @classmethod
@@ -171,11 +229,26 @@ class Forest(Sequence[TokenTree]):
             TreeError: rows, roots or kinds differ, or two forests hold draws of the same draft.
         """
         every = [cls.of(trees) for trees in forests]
+        if len(every) == 1:
+            return every[0]
         _check_mergeable(every)
         grown = [forest for forest in every if len(forest._drafts)] or every[:1]
         if len(grown) == 1:
             return grown[0]
         return cls(grown[0].kind, grown[0].roots, joined([forest._listed for forest in grown]))
+
+    def fetched(self, *beside: Tensor) -> list[Tensor]:
+        """Bring nodes that are on a device to the host, and other tensors in the same transfer."""
+        assert self._read is not None
+        forest, found = self._read(*beside)
+        self._known, self.slots, self._read = forest._known, None, None
+        return found
+
+    @property
+    def _listed(self) -> Listed | Nodes:
+        if self.slots:
+            self.fetched()
+        return self._known
 
     @cached_property
     def nodes(self) -> Nodes:
@@ -189,6 +262,8 @@ class Forest(Sequence[TokenTree]):
 
     def pruned(self, depths: Sequence[int]) -> Forest:
         """Return the trees without the nodes that are deeper than their row's depth."""
+        if self.slots and self.slots.levels <= min(depths):
+            return self
         return self._with(self.nodes.pruned(depths))
 
     def best(self, count: int, worth: np.ndarray | Sequence[float] | None = None, together: bool = False) -> Forest:
@@ -202,6 +277,8 @@ class Forest(Sequence[TokenTree]):
         Raises:
             TreeError: sampled trees.
         """
+        if self.slots and self.slots.nodes <= count and not together:
+            return self
         if (len(self.nodes) - len(self) if together else self.nodes.sizes.max() - 1) <= count:
             return self
         check_ranked(self.kind)
@@ -255,8 +332,6 @@ def merge(trees: Sequence[TokenTree]) -> TokenTree:
 
 def _check_mergeable(forests: Sequence[Forest]) -> None:
     """Raise TreeError unless forests are of one kind, with the same roots, from different drafts."""
-    if len(forests) == 1:
-        return
     _check_kinds(forest.kind for forest in forests)
     if len(rows := {len(forest) for forest in forests}) > 1:
         raise TreeError(f"drafts proposed trees for {' and '.join(map(str, sorted(rows)))} rows: one tree a row, each")
@@ -279,14 +354,3 @@ def _check_kinds(kinds: Iterable[Kind]) -> None:
 def on_host(device: torch.device) -> bool:
     """Whether a value of a tensor there is read without waiting."""
     return device.type == "cpu"
-
-
-def _fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Bring tensors to the host, in one transfer if any is on a device, which is waited for."""
-    device = next((tensor.device for tensor in tensors if not on_host(tensor.device)), None)
-    if device is None:
-        return [*tensors]
-    whole = [tensor.view(BITS.get(tensor.dtype, tensor.dtype)) for tensor in tensors]
-    packed = torch.cat([part.to(device, torch.int64).flatten() for part in whole]).cpu()
-    parts = zip(packed.split([part.numel() for part in whole]), whole, tensors, strict=True)
-    return [part.to(bits.dtype).view(tensor.dtype).view(tensor.shape) for part, bits, tensor in parts]

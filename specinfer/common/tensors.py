@@ -1,4 +1,4 @@
-"""Numbers as tensors, and sizes of passes.
+"""Numbers as tensors, to a device and back, and sizes of passes.
 
 Knows: devices, shapes.  Does not know: models, trees.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 
 NARROWEST = 8  # the fewest tokens of a padded pass
 FEWEST = 512  # the fewest slots that it attends to; masked slots cost little
+BITS = {torch.float32: torch.int32, torch.float64: torch.int64}  # whole numbers that hold those of a type
 
 
 def on_device(values: object, device: torch.device) -> Tensor:
@@ -26,6 +27,17 @@ def on_device(values: object, device: torch.device) -> Tensor:
         tensor = torch.tensor(values, device="cpu")
         tensor = torch.tensor(values, dtype=torch.float32, device="cpu") if tensor.is_floating_point() else tensor
     return tensor if tensor.device == device else tensor.to(device, non_blocking=True)  # `to` takes time even on a CPU
+
+
+def fetched(*tensors: Tensor) -> list[Tensor]:
+    """Bring tensors of truth values, int64, float32 or float64 to the host, in one transfer if any is on a device."""
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), None)
+    if device is None:
+        return [*tensors]
+    whole = [tensor.view(BITS.get(tensor.dtype, tensor.dtype)) for tensor in tensors]
+    packed = torch.cat([part.to(device, torch.int64).flatten() for part in whole]).cpu()
+    parts = zip(packed.split([part.numel() for part in whole]), whole, tensors, strict=True)
+    return [part.to(bits.dtype).view(tensor.dtype).view(tensor.shape) for part, bits, tensor in parts]
 
 
 def concat(parts: Sequence[Tensor | None]) -> Tensor | None:

@@ -28,7 +28,7 @@ from specinfer.drafts.rows import CATCH_UP, CachedRows, LevelRows, begun, state_
 from specinfer.engine.draft import Committed, Draft, DraftContext, Scored, States
 from specinfer.engine.prefixes import Cached
 from specinfer.errors import InputError
-from specinfer.tree import Frontier, Growth, Policy, Source
+from specinfer.tree import Frontier, Growth, Policy, Slots, Source
 
 RECENT = 128  # tokens of a row that tell which ids the next ones come from
 OUTLIERS, RARE = 3, 32  # of their ids, 3 (a chat template's), and one in 32, may be left out
@@ -120,20 +120,25 @@ class ModelDraftSession(LevelRows, CachedRows):
             return policy.grow(source, depth)
         nodes, levels = settled.max_nodes, settled.max_depth
         given = {"logits": self._root_logits(), **self.beside_root(levels)}
-        run = partial(self._grown_below, settled, source)
-        tokens, parents, scores, valid, *fed = self.session.several(
-            run, given, max(nodes * levels, padded_width(nodes)), (settled, settings)
-        )
+        width = 0 if policy.adapts else padded_width(1 + nodes)  # what adapts looks at nodes, before the target's pass
+        run = partial(self._grown_below, settled, source, width)
+        slots, kind = max(nodes * levels, padded_width(nodes)), (settled, settings, width)
+        tokens, parents, scores, valid, *fed = self.session.several(run, given, slots, kind)
+        ordered = Slots(tokens, fed.pop(0), fed.pop(0), nodes, levels) if width else None
         self.level, self.given, self.session.passes = None, {}, self.session.passes + levels - 1
         self.fed = [Frontier(*level) for level in zip(fed[::3], fed[1::3], fed[2::3], range(1, levels), strict=False)]
         self.session.cache.pending = [sum(len(level.tokens[0]) for level in self.fed)] * self.batch
-        return Growth(tokens, parents, scores, valid, settled.kind)
+        return Growth(tokens, parents, scores, valid, settled.kind, (), ordered)
 
-    def _grown_below(self, policy: Policy, source: Source, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return what a policy grows below roots whose pass gave these values, and the levels that were fed."""
+    def _grown_below(self, policy: Policy, source: Source, width: int, given: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        """Return what a policy grows below roots whose pass gave these values, and the levels that were fed.
+
+        With a width, trees are in order, with depths and what nodes see.
+        """
         self.given, self.level, self.fed = given, None, []
         growth = policy.grow(source)
-        return *growth[:4], *(column for level in self.fed for column in level[:3])
+        tensors = growth.in_order(width, policy.max_depth) if width else growth[:4]
+        return *tensors, *(column.long() for level in self.fed for column in level[:3])  # numbers need no launch later
 
     @property
     def batch(self) -> int:
@@ -150,12 +155,12 @@ class ModelDraftSession(LevelRows, CachedRows):
             return self.given["noise"][:, depths[0] : depths[-1] + 1]
         return super().noise_below(depths, size, device)
 
-    def grown(self, growth: Growth) -> Growth:
-        """Bring a tree and the levels that were fed for it to the host, which waits once."""
-        growth, found = growth.to_host(*[column for level in self.fed for column in level[:3]])
-        columns = zip(found[::3], found[1::3], found[2::3], (level.depth for level in self.fed), strict=True)
-        self.fed = [Frontier(*level) for level in columns]
-        return growth
+    def grown(self, growth: Growth, *beside: Tensor) -> tuple[Growth, list[Tensor]]:
+        """Bring a tree and the levels that were fed for it to the host, and other tensors, which waits once."""
+        growth, found = growth.to_host(*beside, *(column for level in self.fed for column in level[:3]))
+        fed = iter(found[len(beside) :])
+        self.fed = [Frontier(*level) for level in zip(fed, fed, fed, (level.depth for level in self.fed), strict=True)]
+        return growth, found[: len(beside)]
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Keep what was fed of each committed path; the rest is uncached, the new root last."""

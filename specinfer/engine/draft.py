@@ -10,8 +10,10 @@ every step the session is told which tokens each row committed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, Self
 
 from torch import Tensor
@@ -97,14 +99,15 @@ class DraftSession(ABC):
         """Return what a policy grows on the source, no deeper than this."""
         return policy.grow(source, depth)
 
-    def grown(self, growth: Growth) -> Growth:
-        """Take note of what a policy grew on the source; return it."""
-        return growth
+    def grown(self, growth: Growth, *beside: Tensor) -> tuple[Growth, list[Tensor]]:
+        """Bring what a policy grew on the source to the host, and other tensors: see `Growth.to_host`."""
+        return growth.to_host(*beside)
 
     def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
         """Return one tree per row: what the policy grows on the source, as deep as the draft reaches.
 
-        A draft whose trees are not grown overrides this.
+        Trees in order stay on their device until somebody looks at nodes; what is wrong with them is seen then.  A
+        draft whose trees are not grown overrides this.
 
         Args:
             policy: how trees grow.
@@ -119,12 +122,21 @@ class DraftSession(ABC):
         source = self.source(roots) if depth > 0 else None
         if source is None:
             return Forest(policy.kind, roots)
-        try:
-            trees = self.grown(self.grow(policy, source, depth)).trees(roots, source.draft)
-        except (TreeError, NumericalError) as error:
-            problem = f"draft {source.draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
-            raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
+        with _proposing(source.draft):
+            growth = self.grow(policy, source, depth)
+            read = partial(self._brought, growth, roots, source.draft)
+            if growth.slots:
+                trees = Forest(growth.kind, roots, None, growth.slots, _proposing(source.draft)(read))
+            else:
+                trees = read()[0]
         return trees if min(left, default=depth) >= depth else trees.pruned([max(0, levels) for levels in left])
+
+    def _brought(
+        self, growth: Growth, roots: Sequence[int], draft: int, *beside: Tensor
+    ) -> tuple[Forest, list[Tensor]]:
+        """Return what was grown as trees on the host, and other tensors that come with them."""
+        growth, found = self.grown(growth, *beside)
+        return growth.trees(roots, draft), found
 
     @abstractmethod
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
@@ -150,6 +162,16 @@ class DraftSession(ABC):
     def join(self, other: Self) -> None:
         """Take in the rows of another session of the same draft, after the own ones, between two steps."""
         raise InputError(f"rows cannot join a {type(self).__name__}: generate them in one call, or give it `join`")
+
+
+@contextmanager
+def _proposing(draft: int) -> Iterator[None]:
+    """Say which draft's trees are none."""
+    try:
+        yield
+    except (TreeError, NumericalError) as error:
+        problem = f"draft {draft} proposed something that is not a tree ({error}), perhaps by NaN logits"
+        raise NumericalError(f"{problem}. {CHECK_WEIGHTS}") from error
 
 
 class Clocked(DraftSession):

@@ -4,7 +4,7 @@ Knows: everything that belongs to one row and to no other, so a row in a batch b
 Does not know: models, caches, drafts, which nodes verification visits.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf, isfinite
@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import MaxTimeCriteria, PreTrainedTokenizerBase, StopStringCriteria
 
 from specinfer.common.ranks import ALONE, Ranks
-from specinfer.common.tensors import on_device
+from specinfer.common.tensors import fetched, on_device
 from specinfer.engine.constraint import Constraint
-from specinfer.engine.gumbel import COIN, Coupling, key, uniform
+from specinfer.engine.gumbel import COIN, SILENT, Coupling, key, uniform
 from specinfer.engine.processors import Processors, with_custom
 from specinfer.engine.sampling import GenerationSettings
 from specinfer.engine.stop_strings import StopStrings
@@ -27,7 +27,7 @@ from specinfer.engine.store import Text
 from specinfer.engine.verify import Probabilities, Verdict
 from specinfer.errors import CHECK_WEIGHTS, NoTokenLeft, NumericalError, SamplingError
 from specinfer.results import UNFINISHED, Step, drafted_by
-from specinfer.tree import TokenTree
+from specinfer.tree import Forest, Slots, TokenTree
 
 NOTHING = -1  # in place of a bonus token that options leave no room for
 
@@ -222,14 +222,20 @@ class Row:
         return replace(step, logprobs=tuple(of_tokens(found, tokens)), top_logprobs=top)
 
 
-def target_views(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Iterable[Tensor]) -> list["RowView"]:
-    """Return a view of the target for every row's tree, from its logits (N, V)."""
+def target_views(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> list["RowView"]:
+    """Return a view of the target for every row's tree, from its logits (N, V).
+
+    Trees that are still on a device come to the host together with the target's choices.
+    """
     for row in rows:
         row.step += 1
+    beside = _chosen_beside(rows, trees, trees.slots, logits) if isinstance(trees, Forest) and trees.slots else ()
     views = [RowView(*row) for row in zip(rows, trees, logits, strict=True)]
     step = [ref(view) for view in views]
     for view in views:
         view.step = step
+    for view, chosen in zip(views, beside, strict=False):
+        view._chosen, view.logits = chosen, view.logits[: len(view.tree)]
     return views
 
 
@@ -383,8 +389,33 @@ def _choose(wanted: Sequence[tuple[RowView, Sequence[int]]]) -> None:
         chosen = iter([(token := int(row.argmax()), float(row[token])) for scores in noisy for row in scores.numpy()])
     else:
         each = [scores.max(-1) for scores in noisy]
-        best, columns = each[0] if len(each) == 1 else map(torch.cat, zip(*each, strict=True))
-        largest, tokens = torch.stack([best, columns.to(best.dtype)]).tolist()
-        chosen = zip(map(int, tokens), largest, strict=True)
+        best = each[0] if len(each) == 1 else map(torch.cat, zip(*each, strict=True))
+        largest, tokens = (found.tolist() for found in fetched(*best))
+        chosen = zip(tokens, largest, strict=True)
     for view, nodes in wanted:
         view._chosen.update(zip(nodes, chosen, strict=False))
+
+
+def _chosen_beside(
+    rows: Sequence[Row], trees: Forest, slots: Slots, logits: Sequence[Tensor]
+) -> list[dict[int, tuple[int, float]]]:
+    """Return by node the target's choices, which come to the host together with the trees; none if a row reads paths.
+
+    Args:
+        rows: B of them.
+        trees: theirs, whose nodes nobody has looked at.
+        slots: the same on the device.
+        logits: (T, V) of each row's nodes and padding.
+    """
+    if any(row.processors.reads_path for row in rows):
+        return [{} for _ in rows]
+    each = [row.processors.scores(scores, ()) for row, scores in zip(rows, logits, strict=True)]
+    scores = torch.stack(each) if len(each) > 1 else each[0][None]
+    if any(row.sampling for row in rows):
+        positions = [(row, len(row.ids) + depth) for row in rows for depth in range(1 + slots.levels)]
+        size, device = scores.shape[2], scores.device
+        noise = [(row.coupling if row.sampling else SILENT).at(position, size, device) for row, position in positions]
+        depths = slots.depths[:, : scores.shape[1], None].expand_as(scores)
+        scores = scores + torch.stack(noise).unflatten(0, (len(rows), -1)).gather(1, depths)
+    largest, tokens = (found.tolist() for found in trees.fetched(*scores.max(-1)))
+    return [dict(enumerate(zip(*row, strict=True))) for row in zip(tokens, largest, strict=True)]

@@ -10,7 +10,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from specinfer.errors import TreeError
-from specinfer.tree import BestFirst, DenseSource, Draw, Expansion, Forest, Frontier, Kind, Sampled, TokenTree, merge
+from specinfer.tree import (
+    BestFirst,
+    Chain,
+    DenseSource,
+    Draw,
+    Expansion,
+    Forest,
+    Frontier,
+    Growth,
+    Kind,
+    Sampled,
+    Slots,
+    TokenTree,
+    merge,
+)
+from specinfer.tree.nodes import ancestors
 
 
 def batches(kind: Kind, drafts: tuple[int, ...], rows: int) -> st.SearchStrategy[list[TokenTree]]:
@@ -78,6 +93,50 @@ def test_what_the_engine_builds_would_pass_every_check(policy: BestFirst | Expan
     for tree in Forest.merged(grown).pruned([3, 1] * 20):
         assert TokenTree(tree.tokens, tree.parents, tree.scores, tree.draws, tree.distributions, tree.kind) == tree
         assert tree.num_drafted > 0
+
+
+@pytest.mark.parametrize("policy", [BestFirst(9, 4), BestFirst(6, 3, 0.1), Expansion((3, 2, 1)), Chain(4)], ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_trees_are_put_in_order_where_they_were_grown(policy: BestFirst | Expansion, seed: int) -> None:
+    """As on the host, ties included; padding comes last, and sees itself alone."""
+    growth = policy.grow(TableSource(coarse_table(40, 11, VOCAB, seed)))
+    *columns, depths, visible = growth.in_order(32, policy.max_depth)
+    slots = Slots(columns[0], depths, visible, policy.max_nodes, policy.max_depth)
+    found, wanted = Growth(*columns, growth.kind, (), slots).trees([1] * 40).nodes, growth.trees([1] * 40).nodes
+    for name in ("starts", "tokens", "parents", "depths", "scores", "ranks"):
+        assert np.array_equal(getattr(found, name), getattr(wanted, name)), name
+    seen, size = ancestors(wanted), max(wanted.sizes)
+    for row, (count, start) in enumerate(zip(wanted.sizes, wanted.starts, strict=False)):
+        assert columns[3][row].tolist() == [True] * count + [False] * (32 - count)
+        assert depths[row].tolist() == [*wanted.depths[start : start + count], *[0] * (32 - count)]
+        assert np.array_equal(visible[row, :size, :size], seen[row])
+        assert np.array_equal(visible[row, count:], np.eye(32, dtype=bool)[count:])
+
+
+def test_nodes_stay_on_their_device_until_somebody_looks_at_them() -> None:
+    policy, looks = BestFirst(6, 3), []
+    growth = policy.grow(TableSource(coarse_table(3, 11, VOCAB, 4)))
+    *columns, depths, visible = growth.in_order(8, 3)
+    slots = Slots(columns[0], depths, visible, 6, 3)
+
+    def read(*beside: torch.Tensor) -> tuple[Forest, list[torch.Tensor]]:
+        looks.append(beside)
+        return growth.trees([1, 2, 3]), [*beside]
+
+    def trees() -> Forest:
+        looks.clear()
+        return Forest(growth.kind, [1, 2, 3], None, slots, read)
+
+    pending = trees()
+    assert Forest.merged([pending]) is pending.pruned([3, 4, 5]) is pending.best(6) is pending
+    assert (pending.roots, len(pending), pending.kind, looks) == ([1, 2, 3], 3, Kind.RANKED, [])
+    assert pending.fetched(depths)[0] is depths
+    assert pending.slots is None
+    assert (pending, len(looks)) == (growth.trees([1, 2, 3]), 1)
+    for cut in (lambda forest: forest.pruned([3, 2, 3]), lambda forest: forest.best(5), lambda forest: forest[:2]):
+        assert (cut(trees()), len(looks)) == (cut(growth.trees([1, 2, 3])), 1)
+    other = BestFirst(2, 1).grow(TableSource(coarse_table(3, 11, VOCAB, 6))).trees([1, 2, 3], 1)
+    assert (Forest.merged([trees(), other]), len(looks)) == (Forest.merged([growth.trees([1, 2, 3]), other]), 1)
 
 
 def test_sampled_trees_are_not_chosen_from() -> None:
