@@ -20,7 +20,7 @@ from specinfer.attention.forward import autocast_dtype, checked_model
 from specinfer.attention.layout import PerNode, lay_out_chains
 from specinfer.attention.model import TreeModel, running
 from specinfer.attention.offload import device_of, its_turn
-from specinfer.attention.packed.products import wide_states
+from specinfer.attention.packed.modules import comparable
 from specinfer.attention.passes.stateful import held, tensors
 from specinfer.attention.verdicts import Support, Verdict, read_verdict, verdict_file, write_verdict
 from specinfer.errors import UnsupportedModel
@@ -109,7 +109,7 @@ def _classify(model: nn.Module) -> Verdict:
         tree_model = TreeModel(model)
     except UnsupportedModel as error:
         return Support.UNSUPPORTED, str(error), nan
-    with running(tree_model), wide_states():  # as it will run, but for states of 8 bits: they hide mistakes
+    with running(tree_model), comparable(model):  # as it will run, but for states of 8 bits: they hide mistakes
         return _judge(tree_model)
 
 

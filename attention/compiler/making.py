@@ -24,8 +24,7 @@ from specinfer.attention.compiler.linear import IN_FLOAT32, ROUNDED_STATES, form
 from specinfer.attention.compiler.watch import altered, named_tensors
 from specinfer.attention.layout import Columns, Layout, lay_out_chains, lay_out_trees
 from specinfer.attention.model import TreeModel, TreeSession
-from specinfer.attention.packed.modules import is_packed
-from specinfer.attention.packed.products import wide_states
+from specinfer.attention.packed.modules import comparable, is_packed
 from specinfer.attention.passes.base import Pass
 from specinfer.attention.passes.compiled import RECORD, SPARE, CompiledPass
 from specinfer.attention.torch_private import compile_package
@@ -172,7 +171,7 @@ def check(model: TreeModel, compiled: CompiledPass, widths: Sequence[int] = ()) 
             of its tokens one after the other, bit by bit.
     """
     try:
-        with wide_states():
+        with comparable(model.model):
             worst = max(_difference(model, compiled, extra, widths) for extra in variants_of(model.model))
     except RuntimeError as error:
         raise NotCompiled(f"compiled passes of {model.name} fail: {shorten(str(error), 200)}") from error

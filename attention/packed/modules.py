@@ -4,13 +4,14 @@ Knows: one packed matrix, its bias, to how many bits products round states; whic
 Does not know: the layout, files, models.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-import specinfer.attention.packed.products  # noqa: F401  (defines the operators)
 from specinfer.attention.packed.layout import is_narrow, narrow
+from specinfer.attention.packed.products import wide_states
 from specinfer.attention.torch_private import modules_of
 from specinfer.errors import UnsupportedModel
 
@@ -124,6 +125,11 @@ def are_experts(module: nn.Module) -> TypeGuard[Joined]:
 def is_packed(model: nn.Module) -> bool:
     """Whether a model, or a head that borrows from it, reads packed matrices."""
     return any(map(holds_packed, model.buffers()))
+
+
+def comparable(model: nn.Module) -> AbstractContextManager[None]:
+    """Round states to 16 bits in this thread's products, if a model has packed matrices: no other needs the library."""
+    return wide_states() if is_packed(model) else nullcontext()
 
 
 def round_states(model: nn.Module) -> None:
