@@ -523,67 +523,50 @@ INLINE Products multiply_by_parts(Words words, Integers factor) {
     return {(Words)((Shorts)words * low), (Words)((Shorts)words * high)};
 }
 
-// Multiply all states of a panel with the outputs of a block, tile by tile.  While a product of tiles goes on, weights of the
-// next groups are made, and the sums of the last ones are added up.
+// Multiply all states of a panel with the outputs of a block, tile by tile.  Outputs 0-15 and 16-31 have sums of their own, by
+// turns: while products of one half go on, the sums of the other are stored and added up, and weights of the next groups made.
 template <int BITS, bool TABLE, Groups HOW, bool IN_PARTS>
 void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, float* results, int64_t width) {
     constexpr int BYTES = HOW == FACTORED ? 2 : 1;  // of a weight, each in a tile
-    constexpr int SHIFT = IN_PARTS ? 3 : 8;            // of the high one
+    constexpr int SHIFT = IN_PARTS ? 3 : 8;         // of the high one
     const Kind kind = block.kind;
     const int groups = HOW == FACTORED ? MOST_TOGETHER : together<HOW>(kind, states.shared), in_step = HOW == ALONE ? 1 : 2;
     const int steps = groups / in_step;
     const int64_t units = states.groups / groups, each = states.in_tile;
     Reader readers[2] = {{block, 0}, {block, LANES}};
-    alignas(64) Words weights[MOST_TOGETHER / 2][2][BYTES][PAIR / 4];  // steps; outputs 0-15, 16-31
-    alignas(64) Integers found[2][2][BYTES][2 * IN_TILE];              // by turns
+    alignas(64) Words weights[MOST_TOGETHER / 2][2][BYTES][PAIR / 4];  // steps; halves of the outputs
+    alignas(64) Integers found[2][BYTES][2 * IN_TILE];
     Floats scales[4][2], minima[4][2][2 * MOST_TOGETHER], sums[2][PANEL], of_minima[2][PANEL];
     for (auto* all : {&sums, &of_minima})
         for (auto& of_outputs : *all) std::fill_n(of_outputs, rows, Floats{});
 
-    const auto make = [&](int64_t unit, int step) {
+    const auto make = [&](int64_t unit, int step, int u) {
+        Reader& reader = readers[u];
+        Words(*to)[PAIR / 4] = weights[step][u];
+        if (step == 0) reader.begin(unit * groups), scales[unit % 4][u] = reader.scale();  // which all of its groups share
         for (int in = 0; in < in_step; in++) {
-#pragma GCC unroll 2
-            for (int u = 0; u < 2; u++) {
-                Reader& reader = readers[u];
-                reader.begin(unit * groups + step * in_step + in);
-                const uint8_t* bytes = reader.integers();
+            const uint8_t* bytes = reader.integers();
 #pragma GCC unroll 8
-                for (int line = 0; line < BITS; line++) __builtin_prefetch(bytes + AHEAD + line * LINE, 0, CACHE);
-                Words(*to)[PAIR / 4] = weights[step][u];
-                Integers factor{};
-                if constexpr (HOW == FACTORED) factor = reader.factor(0);
+            for (int line = 0; line < BITS; line++) __builtin_prefetch(bytes + AHEAD + line * LINE, 0, CACHE);
+            Integers factor{};
+            if constexpr (HOW == FACTORED) factor = reader.factor(0);
 #pragma GCC unroll 8
-                for (int index = 0; index < 8; index++) {
-                    Words words = integers<BITS>(bytes, index);
-                    if constexpr (TABLE) words = look_up(words, block.bytes);
-                    if constexpr (HOW == FACTORED) {
-                        if (index == 4 && kind.halves) factor = reader.factor(1);
-                        const Products products =
-                            IN_PARTS ? multiply_by_parts(words, factor) : multiply_integers(words, kind.zero, factor);
-                        to[0][8 * in + index] = products.low, to[1][8 * in + index] = products.high;
-                    } else {
-                        to[0][8 * in + index] = words;
-                    }
+            for (int index = 0; index < 8; index++) {
+                Words words = integers<BITS>(bytes, index);
+                if constexpr (TABLE) words = look_up(words, block.bytes);
+                if constexpr (HOW == FACTORED) {
+                    if (index == 4 && kind.halves) factor = reader.factor(1);
+                    const Products products =
+                        IN_PARTS ? multiply_by_parts(words, factor) : multiply_integers(words, kind.zero, factor);
+                    to[0][8 * in + index] = products.low, to[1][8 * in + index] = products.high;
+                } else {
+                    to[0][8 * in + index] = words;
                 }
-                scales[unit % 4][u] = reader.scale();
-                if (kind.minimum)
-                    for (int half = 0; half <= kind.halves; half++)
-                        minima[unit % 4][u][2 * (step * in_step + in) + half] = reader.minimum<HOW>(half);
-                reader.next();
             }
-        }
-    };
-    const auto multiply = [&](int64_t unit, int step, int64_t row) {
-        SPECINFER_LOAD_TILE(STATES, states.bytes_of(unit * groups + step * in_step, row), PAIR);
-#pragma GCC unroll 2
-        for (int u = 0; u < 2; u++) {
-            SPECINFER_LOAD_TILE(WEIGHTS + u, weights[step][u][0], LINE);
-            SPECINFER_ADD_PRODUCTS("tdpbsud", WEIGHTS + u, STATES, SUMS + BYTES * u);
-            if constexpr (HOW == FACTORED) {
-                SPECINFER_LOAD_TILE(WEIGHTS + u, weights[step][u][1], LINE);
-                if constexpr (IN_PARTS) SPECINFER_ADD_PRODUCTS("tdpbsud", WEIGHTS + u, STATES, SUMS + BYTES * u + 1);
-                else SPECINFER_ADD_PRODUCTS("tdpbssd", WEIGHTS + u, STATES, SUMS + BYTES * u + 1);
-            }
+            if (kind.minimum)
+                for (int half = 0; half <= kind.halves; half++)
+                    minima[unit % 4][u][2 * (step * in_step + in) + half] = reader.minimum<HOW>(half);
+            reader.next();
         }
     };
     const auto add_minima = [&](int64_t unit, int u, int64_t row, auto halves) {
@@ -600,51 +583,59 @@ void multiply_in_tiles(const Block& block, const Panel& states, int64_t rows, fl
             *sum = found;
         }
     };
-    const auto finish = [&](int64_t unit, int64_t row, const Integers (*from)[BYTES][2 * IN_TILE]) {
-        for (int u = 0; u < 2; u++) {
-            const Floats scale = scales[unit % 4][u];
-            const Totals* totals = states.totals_of(unit * groups, row);
-            if (kind.minimum && kind.halves) add_minima(unit, u, row, std::true_type());
-            if (kind.minimum && !kind.halves) add_minima(unit, u, row, std::false_type());
-            const Integers *low = from[u][0], *high = from[u][BYTES - 1];
-            Floats* sum = sums[u] + row;
-            for (int64_t r = 0; r < each; r++, totals++, low += 2, high += 2, sum++) {
-                if constexpr (HOW == FACTORED) {
-                    const Integers high_bytes = (high[0] << SHIFT) + low[0], low_bytes = (high[1] << SHIFT) + low[1];
-                    add_large_integers(*sum, high_bytes, low_bytes, totals->scale, scale);
-                } else {
-                    int32_t zeros = 0;
-                    if (kind.zero)
-                        for (int group = 0; group < groups; group++)
-                            zeros += kind.zero * totals[group * states.rows].sum<2>(2);
-                    add_integers(*sum, low[0], low[1] - zeros, totals->scale, scale);
-                }
+    const auto finish = [&](int64_t unit, int u, int64_t row) {
+        const Floats scale = scales[unit % 4][u];
+        const Totals* totals = states.totals_of(unit * groups, row);
+        if (kind.minimum && kind.halves) add_minima(unit, u, row, std::true_type());
+        if (kind.minimum && !kind.halves) add_minima(unit, u, row, std::false_type());
+        const Integers *low = found[u][0], *high = found[u][BYTES - 1];
+        Floats* sum = sums[u] + row;
+        for (int64_t r = 0; r < each; r++, totals++, low += 2, high += 2, sum++) {
+            if constexpr (HOW == FACTORED) {
+                const Integers high_bytes = (high[0] << SHIFT) + low[0], low_bytes = (high[1] << SHIFT) + low[1];
+                add_large_integers(*sum, high_bytes, low_bytes, totals->scale, scale);
+            } else {
+                int32_t zeros = 0;
+                if (kind.zero)
+                    for (int group = 0; group < groups; group++)
+                        zeros += kind.zero * totals[group * states.rows].sum<2>(2);
+                add_integers(*sum, low[0], low[1] - zeros, totals->scale, scale);
             }
         }
     };
-    for (int step = 0; step < steps; step++) make(0, step);
-    int64_t turn = 0, last_unit = 0, last_row = 0;
+    for (int step = 0; step < steps; step++) make(0, step, 0), make(0, step, 1);
+    int64_t last_unit = -1, last_row = 0;
     for (int64_t unit = 0; unit < units; unit++) {
-        for (int64_t row = 0; row < rows; row += each, turn++) {
+        for (int64_t row = 0; row < rows; row += each) {
             const bool last = row + each >= rows && unit + 1 < units;
-            SPECINFER_ZERO_TILE(SUMS); SPECINFER_ZERO_TILE(SUMS + 1);
-            SPECINFER_ZERO_TILE(SUMS + 2); SPECINFER_ZERO_TILE(SUMS + 3);
-            for (int step = 0; step < steps; step++) {
-                multiply(unit, step, row);
-                if (last) make(unit + 1, step);
+#pragma GCC unroll 2
+            for (int u = 0; u < 2; u++) {
+                const int to = SUMS + 2 * u, before = SUMS + 2 * (1 - u);
+                SPECINFER_ZERO_TILE(to);
+                if constexpr (HOW == FACTORED) SPECINFER_ZERO_TILE(to + 1);
+                for (int step = 0; step < steps; step++) {
+                    SPECINFER_LOAD_TILE(STATES, states.bytes_of(unit * groups + step * in_step, row), PAIR);
+                    SPECINFER_LOAD_TILE(WEIGHTS, weights[step][u][0], LINE);
+                    SPECINFER_ADD_PRODUCTS("tdpbsud", WEIGHTS, STATES, to);
+                    if constexpr (HOW == FACTORED) {
+                        SPECINFER_LOAD_TILE(WEIGHTS + 1, weights[step][u][1], LINE);
+                        if constexpr (IN_PARTS) SPECINFER_ADD_PRODUCTS("tdpbsud", WEIGHTS + 1, STATES, to + 1);
+                        else SPECINFER_ADD_PRODUCTS("tdpbssd", WEIGHTS + 1, STATES, to + 1);
+                    }
+                    if (step == 0 && last_unit >= 0) {
+                        SPECINFER_STORE_TILE(before, found[1 - u][0], LINE);
+                        if constexpr (HOW == FACTORED) SPECINFER_STORE_TILE(before + 1, found[1 - u][1], LINE);
+                    }
+                    if (last) make(unit + 1, step, u);
+                }
+                if (last_unit >= 0) finish(last_unit, 1 - u, last_row);
+                last_unit = unit, last_row = row;
             }
-            if (turn) finish(last_unit, last_row, found[(turn + 1) % 2]);
-            auto& to = found[turn % 2];
-            SPECINFER_STORE_TILE(SUMS, to[0][0], LINE);
-            SPECINFER_STORE_TILE(SUMS + 1, to[BYTES == 1][BYTES - 1], LINE);
-            if constexpr (HOW == FACTORED) {
-                SPECINFER_STORE_TILE(SUMS + 2, to[1][0], LINE);
-                SPECINFER_STORE_TILE(SUMS + 3, to[1][1], LINE);
-            }
-            last_unit = unit, last_row = row;
         }
     }
-    finish(last_unit, last_row, found[(turn + 1) % 2]);
+    SPECINFER_STORE_TILE(SUMS + 2, found[1][0], LINE);
+    if constexpr (HOW == FACTORED) SPECINFER_STORE_TILE(SUMS + 3, found[1][1], LINE);
+    finish(last_unit, 1, last_row);
     for (int u = 0; u < 2; u++) {
         for (int64_t row = 0; row < rows; row++) store(results + row * width + u * LANES, sums[u][row] + of_minima[u][row]);
     }
