@@ -257,7 +257,7 @@ def test_trees_that_come_with_the_targets_choices_are_the_cpus(
     """Several rows, which end at different steps; texts, log-probabilities, and trees until those are cut."""
     decoders = there.decoder(draft, tree, graphs=True), host.decoder(draft, tree)
     for name, options in BESIDE.items() if tree is DEEP else [*BESIDE.items()][:2]:
-        options = {"max_new_tokens": [24, 12, 24, 18], **options}
+        options = {"max_new_tokens": [16, 10, 16, 12], **options}
         found, wanted = (decoder.generate(PROMPTS, **options) for decoder in decoders)
         assert ids(found) == ids(wanted), name
         for mine, other in zip(found, wanted, strict=True):
