@@ -425,7 +425,7 @@ def test_calls_of_different_lengths_hold_what_a_few_hold(there: Side, device: St
     """All sizes that come are captured in the first calls: later ones capture nothing, and hold no more memory."""
     decoder = there.decoder(draft, BestFirst(4, 2), graphs=True)
     after: list[list[tuple[int, int]]] = []
-    for turn in range(5 * 4):
+    for turn in range(50):
         decoder.generate([5, 9, 4] * (1 + turn % 5), max_new_tokens=3 + turn % 4, **GREEDY)
         after.append(held(decoder))
     assert any(made for made, _ in after[-1])
