@@ -335,6 +335,8 @@ class TreeCache(Cache):
         self._resize(rows, enough if shrinks or (moves and enough > self.capacity) else self.capacity)
         if other.layers:
             for mine, theirs in zip(chain(*self.stacks), chain(*other.stacks), strict=True):
+                if self.fixed:  # a graph has fed rows beyond the batch, perhaps numbers that are none
+                    mine.data[:, self.rows : rows].zero_()
                 mine.take(theirs.data, self.rows, other.lengths)
         self.rows += other.rows
         self.lengths, self.pending = [*self.lengths, *other.lengths], [0] * self.rows

@@ -240,6 +240,23 @@ def test_a_cache_that_moves_as_others_join_has_room_for_them() -> None:
     assert cache.capacity == 60
 
 
+def test_rows_that_a_graph_fed_beyond_the_batch_are_clean_when_others_join() -> None:
+    """Masked slots count as 0 times their value, so no number that is none may stay there."""
+    caches = [TreeCache(1, 8, 200, fixed=True) for _ in range(2)]
+    for cache in caches:
+        feed(cache, 5, 1)
+        cache.keep([range(5)])
+    mine, other = caches
+    mine.make_rows(2)
+    for stack in (*mine.stacks[0], *mine.stacks[1]):
+        stack.data[:, 1] = torch.nan
+    mine.join(other)
+    assert mine.lengths == [5, 5]
+    for stack in (*mine.stacks[0], *mine.stacks[1]):
+        assert torch.equal(stack.data[:, 1], stack.data[:, 0])
+        assert not stack.data[:, 1, :, 5:].any()
+
+
 def test_capacity_grows_to_what_one_pass_needs() -> None:
     cache = TreeCache(1, 4, max_capacity=100)
     feed(cache, 30, 0)
