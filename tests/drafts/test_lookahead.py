@@ -226,6 +226,19 @@ def test_ids_are_those_without_speculation(target, drafts, tree):
     assert found[0].stats.drafts[-1].draft == "lookahead"
 
 
+@pytest.mark.parametrize("name", ["lookahead", "recycling", "suffix", "ngram"])
+def test_behind_a_gate_nothing_is_missed(target, name):
+    """In steps of bare roots nobody is asked; what the target said there is told in that step to those who need it."""
+    ours = SpeculativeDecoder(target, None, [name], "auto", confidence_gate=0.2)
+    alone = SpeculativeDecoder(target, None, (), None)
+    for options in ({"temperature": 0}, {"temperature": 1.5, "seed": 3}):
+        found, wanted = (each.generate(PROMPTS, max_new_tokens=16, **options) for each in (ours, alone))
+        assert [result.token_ids for result in found] == [result.token_ids for result in wanted]
+        sizes = {len(step.tree) for result in found for step in result.steps[:-1]}
+        assert 1 in sizes
+        assert name == "ngram" or max(sizes) > 1
+
+
 def test_interleaved_streams_do_not_change_each_other(target, tokenizer):
     decoder = SpeculativeDecoder(target, tokenizer, [LookaheadDraft(4, 3, 2)], BestFirst(30, 8))
     streams = [decoder.stream(prompt, max_new_tokens=20, temperature=0, raw=True) for prompt in ("abab", "zyzyzy")]
