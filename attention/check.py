@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from specinfer.attention.compiler.watch import Watch
-from specinfer.attention.forward import autocast_dtype, checked_model
+from specinfer.attention.forward import autocast_dtype, checked_model, returned_cache
 from specinfer.attention.layout import PerNode, lay_out_chains
 from specinfer.attention.model import TreeModel, running
 from specinfer.attention.offload import device_of, its_turn
@@ -187,7 +187,7 @@ def _read(model: TreeModel, tokens: Tensor, first: int = 0, cache: object = None
     if model.takes_positions:
         inputs["position_ids"] = torch.arange(first, first + len(tokens), device=tokens.device)[None]
     output = model.model(**inputs, use_cache=True)
-    cache = getattr(output, model.cache_name, None)  # without one, the next pass would begin its states anew
+    cache = returned_cache(output)  # without one, the next pass would begin its states anew
     return output.logits, DynamicCache(config=model.model.config) if cache is None else cache
 
 

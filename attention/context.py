@@ -66,6 +66,7 @@ class AttentionSpec(NamedTuple):
     implementation: str  # one of IMPLEMENTATIONS
     windows: dict[str, int | None]  # layer type -> sliding window in tokens, None = full attention
     others: tuple[tuple[int, str], ...] = ()  # layers of other types, which take no tree mask, and their types
+    lists_layers: bool = False  # whether the configuration gives the types of layers
 
     @classmethod
     def of(cls, model: Any) -> "AttentionSpec":
@@ -83,13 +84,14 @@ class AttentionSpec(NamedTuple):
             )
         window = getattr(config, "sliding_window", None)
         default = ["full_attention"] if window is None else ["sliding_attention"]
-        types = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or default
+        listed = getattr(config, "layer_types", None) or getattr(config, "attention_layers", None)
+        types = listed or default
         known: dict[str, int | None] = {"full_attention": None, "global": None}
         if window is not None:
             known["sliding_attention"] = window
         windows = {name: known[name] for name in types if name in known}
         others = [(layer, name) for layer, name in enumerate(types) if name not in known]
-        return cls(implementation, windows, tuple(others))
+        return cls(implementation, windows, tuple(others), bool(listed))
 
 
 def _type(part: Mapping[str, object]) -> str:

@@ -24,10 +24,22 @@ from specinfer.errors import ModelError, UnsupportedModel
 Inputs = dict[str, Any]  # of the model's forward
 Outputs = tuple[Tensor, ...]
 
-CACHES = ("past_key_values", "cache_params", "state")  # names of caches in forwards
+# names of caches in forwards: transformers has the first since 5.24, before it the next two; rwkv has the last
+CACHES = ("cache", "past_key_values", "cache_params", "state")
 LISTED = 6  # numbers of layers in a message
 # of attention on a GPU, but cuDNN's, which plans anew for every length: 50 ms to 1 s on an H200 (docs/gpu.md)
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def cache_name(forward: Callable[..., object]) -> str:
+    """Return what a forward calls its cache; "" for one that takes none."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHES if name in parameters), "")
+
+
+def returned_cache(output: object) -> Any:
+    """Return the cache in a model's output, which may call it otherwise than its forward does; None without one."""
+    return next((cache for name in CACHES if (cache := getattr(output, name, None)) is not None), None)
 
 
 def checked_model(model: object) -> Any:
@@ -63,7 +75,7 @@ class Forward:
         self.context = Context.of(config)
         self.max_positions = self.context.positions
         parameters = inspect.signature(model.forward).parameters
-        self.cache_name = next((name for name in CACHES if name in parameters), "")  # an argument, and of the output
+        self.cache_name = cache_name(model.forward)
         if getattr(model.config, "is_encoder_decoder", False) or not self.cache_name:
             raise UnsupportedModel(
                 f"{self.name} offers no cache of its tokens: it is an encoder-decoder, or a wrapper that hides the "
@@ -79,7 +91,7 @@ class Forward:
             )
         self.ranks = Ranks.of(model)
         self.spec = AttentionSpec.of(model)
-        self.stateful = _why_stateful(self.spec, self.cache_name)
+        self.stateful = _why_stateful(self.spec, self.model)
         self.modules = modules_of(model)
         self.layers: int = config.num_hidden_layers
         # with keys of one shape, as far as is known
@@ -154,9 +166,9 @@ def autocast_as_now(device: torch.device) -> Callable[[], AbstractContextManager
     return partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
 
-def _why_stateful(spec: AttentionSpec, cache_name: str) -> str:
+def _why_stateful(spec: AttentionSpec, model: Any) -> str:
     """Return why a model can work on chains only, "" if tree masks reach all its layers."""
-    if not spec.others and cache_name == CACHES[0]:
+    if not spec.others and (spec.lists_layers or not getattr(model, "_is_stateful", False)):
         return ""
     layers, kinds = [str(layer) for layer, _ in spec.others], ", ".join(dict.fromkeys(kind for _, kind in spec.others))
     numbers = ", ".join(layers if len(layers) <= LISTED else [*layers[:LISTED], "..."])

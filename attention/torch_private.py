@@ -3,10 +3,10 @@
 Knows: names that torch may change in any version, and what stands behind them.
 Does not know: models, trees, passes, what its callers are for.
 
-Each function, or the heading of its group, says why no public one does.  All were tried with torch 2.11.0 and 2.13.0,
-the oldest and the newest version that ``pyproject.toml`` allows.  ``tests/attention/test_torch_private.py`` tries each
-on a CPU, and names the one that a version of torch broke.  No other module uses private names; the same tests look
-for them.
+Each function, or the heading of its group, says why no public one does.  All were tried with torch 2.11.0, 2.13.0
+and 2.14.1: the first and the last are the oldest and the newest that ``pyproject.toml`` allows.
+``tests/attention/test_torch_private.py`` tries each on a CPU, and names the one that a version of torch broke.  No
+other module uses private names; the same tests look for them.
 """
 
 from __future__ import annotations

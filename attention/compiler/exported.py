@@ -78,7 +78,7 @@ class Pass(nn.Module):
 
     def __init__(self, model: Forward, aux_layers: Sequence[int], extra: Sequence[str], vocabulary: int) -> None:
         super().__init__()
-        self.model, self.keeps = model.model, model.takes_logits_to_keep
+        self.model, self.keeps, self.cache_name = model.model, model.takes_logits_to_keep, model.cache_name
         self.kinds = sorted(model.spec.windows)  # of layers, in the order of the masks
         self.aux_layers, self.extra, self.vocabulary = aux_layers, extra, vocabulary
 
@@ -90,7 +90,8 @@ class Pass(nn.Module):
         inputs |= {"logits_to_keep": tensors.columns} if self.keeps else {}
         inputs |= {"output_hidden_states": True} if self.aux_layers else {}
         inputs |= {"input_ids": tensors.ids, "attention_mask": masks if len(masks) > 1 else tensors.masks[0]}
-        output = self.model(**inputs, past_key_values=_ExportedCache(tensors), use_cache=True, return_dict=True)
+        inputs |= {self.cache_name: _ExportedCache(tensors)}
+        output = self.model(**inputs, use_cache=True, return_dict=True)
         logits = output.logits if self.keeps else output.logits[:, tensors.columns]
         logits = logits.narrow(-1, 0, tensors.words.shape[0])
         if not self.aux_layers:

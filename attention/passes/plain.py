@@ -188,7 +188,7 @@ class PlainPass(TensorPass):
 
     def run(self, model: Forward, inputs: Inputs, cache: TreeCache, aux_layers: Sequence[int]) -> Outputs:
         """Call the model, which writes into the cache."""
-        output, *states = model.call({**inputs, "past_key_values": cache}, aux_layers)
+        output, *states = model.call({**inputs, model.cache_name: cache}, aux_layers)
         return output.logits, *states
 
 

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, LinearAttentionCacheLayerMixin
 
-from specinfer.attention.forward import Forward, Inputs
+from specinfer.attention.forward import Forward, Inputs, returned_cache
 from specinfer.attention.layout import Layout, PerNode
 from specinfer.attention.passes.base import Pass, Result
 from specinfer.common.tensors import on_device
@@ -135,10 +135,10 @@ class StatefulPass(Pass):
             if model.takes_logits_to_keep:
                 inputs["logits_to_keep"] = columns
             output, *states = model.call(inputs, aux_layers)
-            if getattr(output, model.cache_name, None) is None:
+            if (left := returned_cache(output)) is None:
                 raise UnsupportedModel(f"{model.name} returns no cache of what it read, so nothing can be taken back")
             logits = output.logits if model.takes_logits_to_keep else output.logits[:, columns]
-            return logits, states[0] if states else None, output[model.cache_name]
+            return logits, states[0] if states else None, left
 
         return cache.feed(nodes, read)
 

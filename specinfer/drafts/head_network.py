@@ -9,7 +9,10 @@ from torch.nn import functional
 from transformers import Cache, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from specinfer.attention.forward import cache_name
 from specinfer.drafts.published.network import AutoregressiveNetwork, Mask
+
+CACHE = cache_name(LlamaDecoderLayer.forward)
 
 
 class HeadNetwork(AutoregressiveNetwork):
@@ -40,7 +43,7 @@ class HeadNetwork(AutoregressiveNetwork):
     def next_states(self, states: Tensor, tokens: Tensor, mask: Mask, positions: Tensor, cache: Cache | None) -> Tensor:
         """Return the states that are handed on, (B, T, H); the cache is of `LlamaDecoderLayer`'s keys and values."""
         hidden = self.mix(torch.cat((_normalised(tokens), states), -1))
-        reading: dict[str, object] = {"attention_mask": mask, "position_ids": positions, "past_key_values": cache}
+        reading: dict[str, object] = {"attention_mask": mask, "position_ids": positions, CACHE: cache}
         reading |= {"use_cache": cache is not None, "position_embeddings": self.rotary(positions, hidden.dtype)}
         for layer in self.layers:
             hidden = layer(hidden, **reading)

@@ -68,7 +68,7 @@ _INSTEAD = {
     for names, advice in [
         ("tokenizer", "leave it out: the decoder has one"),
         ("inputs", "give the prompt first, or token ids as input_ids"),
-        ("inputs_embeds past_key_values encoder_outputs", "trees are decoded from token ids alone: leave it out"),
+        ("inputs_embeds past_key_values cache encoder_outputs", "trees are decoded from token ids alone: leave it out"),
         ("prefix_allowed_tokens_fn", "give transformers' PrefixConstrainedLogitsProcessor as logits_processor"),
         ("negative_prompt_ids negative_prompt_attention_mask", "guidance needs a second pass per node: leave it out"),
         ("synced_gpus custom_generate use_model_defaults trust_remote_code", "leave it out"),

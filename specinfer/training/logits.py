@@ -82,7 +82,7 @@ class _OutputRows:
 class _FixedBaseModel(tuple[Tensor]):
     """Stands in for a base model, for the decoder in it, and for what they return: the last hidden states (1, N, H).
 
-    All other names, ``past_key_values`` for example, are None.
+    All other names, ``cache`` for example, are None.
     """
 
     last_hidden_state = property(itemgetter(0))

@@ -21,6 +21,7 @@ import specinfer.attention.passes.stateful as recurrent
 from specinfer import BestFirst, Chain, ModelDraft, SpeculativeDecoder, custom_generate, inspect
 from specinfer.attention import Support, TreeModel, check_model, running
 from specinfer.attention.check import toy_tree
+from specinfer.attention.forward import cache_name
 from specinfer.attention.passes.stateful import REPLAY
 from specinfer.errors import CacheError, InputError, UnsupportedModel
 
@@ -293,7 +294,7 @@ def test_a_model_that_returns_no_cache_is_told_so() -> None:
 
     def without_cache(**inputs: Any) -> Any:
         output = forward(**inputs)
-        output.past_key_values = None
+        output[cache_name(forward)] = None
         return output
 
     model.forward = without_cache

@@ -10,6 +10,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DynamicCache,
+    LlamaForCausalLM,
     LogitsProcessorList,
     StoppingCriteriaList,
     StopStringCriteria,
@@ -18,10 +19,12 @@ from transformers import (
 
 import specinfer
 from specinfer import BestFirst, Chain, Expansion, Sampled, SpeculativeDecoder
+from specinfer.attention.forward import cache_name
 from specinfer.errors import InputError, SamplingError, UnsupportedModel
 from specinfer.integrations.transformers import SpeculativeOutput, custom_generate
 
 PAD = 1
+CACHE = cache_name(LlamaForCausalLM.forward)
 
 
 def padded(prompts):
@@ -198,10 +201,10 @@ def test_inputs_that_would_be_dropped_are_refused(target):
     """A filled cache given from outside is an error, not silently another text."""
     cache = DynamicCache()
     with torch.no_grad():
-        target(torch.tensor([[5, 9]]), past_key_values=cache)
+        target(torch.tensor([[5, 9]]), **{CACHE: cache})
     ids = torch.tensor([[5, 9, 7]])
-    with pytest.raises(InputError, match="past_key_values"):
-        target.generate(ids, past_key_values=cache, max_new_tokens=3, custom_generate=custom_generate)
+    with pytest.raises(InputError, match=CACHE):
+        target.generate(ids, **{CACHE: cache}, max_new_tokens=3, custom_generate=custom_generate)
 
 
 # ---- what transformers does not pass on, and what it prepares ----

@@ -69,9 +69,10 @@ def test_the_versions_that_the_tests_run_with_are_allowed():
 @pytest.mark.skipif(not CONSTRAINTS.exists(), reason="the wheel comes without")
 @pytest.mark.parametrize("name", ["torch", "transformers"])
 def test_no_versions_are_allowed_beyond_the_oldest_and_the_newest_that_are_tested(name: str) -> None:
-    """The newest are what the tests run with, the oldest what `make test-oldest` does."""
+    """`make test-oldest` and `make test-newest` run with them; the versions of all tests are between."""
     (requirement,) = (each for each in requirements(extras=False) if each.name == name)
-    (oldest,) = re.findall(rf"\b{name}==(\S+)", (ROOT / "Makefile").read_text())
-    (newest,) = map(Version, re.findall(rf"^{name}==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE))
+    oldest, newest = map(Version, re.findall(rf"\b{name}==(\S+)", (ROOT / "Makefile").read_text()))
+    (usual,) = map(Version, re.findall(rf"^{name}==(\S+)", CONSTRAINTS.read_text(), re.MULTILINE))
     bounds = {each.operator: Version(each.version) for each in requirement.specifier}
-    assert bounds == {">=": Version(oldest), "<": Version(f"{newest.major}.{newest.minor + 1}")}
+    assert bounds == {">=": oldest, "<": Version(f"{newest.major}.{newest.minor + 1}")}
+    assert oldest < usual <= newest

@@ -103,7 +103,7 @@ class DFlashNetwork(DraftNetwork):
         input_ids: Tensor,
         attention_mask: Mask = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         target_states: Tensor | None = None,
         block_states: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -118,7 +118,7 @@ class DFlashNetwork(DraftNetwork):
                 the context.
             attention_mask: (B, 1, T, L), as the attention implementation takes it, or a dict of them by layer type.
             position_ids: (B, T).
-            past_key_values: a cache of keys and values of earlier context.
+            cache: keys and values of earlier context.
             target_states: (B, T, K, Ht) the target's states at the new tokens of the context, without slots; or else
             block_states: (B, T, K, Ht) the same behind a block; the states at its slots are not read.
             logits_to_keep: slots whose logits are wanted; 0 = all.
@@ -133,13 +133,13 @@ class DFlashNetwork(DraftNetwork):
         if not slots:
             for layer in self.layers:
                 attention: Any = layer.self_attn
-                attention.stored(context, rotary, past_key_values)
+                attention.stored(context, rotary, cache)
             return SimpleNamespace(logits=context[:, :0], hidden_states=(context[:, :0],))
         assert attention_mask is not None
         masks = self._masks(attention_mask, slots, position_ids)
         hidden = self.embed(input_ids[:, :slots]) * self.config.input_scale
         for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
-            hidden = layer(hidden, Reading(masks[kind], rotary, past_key_values), context)
+            hidden = layer(hidden, Reading(masks[kind], rotary, cache), context)
         hidden = self.norm(hidden)
         kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
         return SimpleNamespace(logits=self.logits(kept), hidden_states=(hidden,))

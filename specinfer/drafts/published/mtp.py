@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, device_of, resident
+from specinfer.attention.forward import cache_name
 from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.formats import PublishedDraft
@@ -39,6 +40,7 @@ class MtpNetwork(AutoregressiveNetwork):
         super().__init__(model.config)
         self.model = model
         self.num_states, self.target_size = 1, model.config.hidden_size
+        self.cache_name = cache_name(model.layers[0].mtp_block.forward)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,7 +74,7 @@ class MtpNetwork(AutoregressiveNetwork):
             attention_mask=mask[self.config.layer_types[0]] if isinstance(mask, dict) else mask,
             position_embeddings=self._rotary(tokens, positions),
             position_ids=positions,
-            past_key_values=cache,
+            **{self.cache_name: cache},
         )
         return self._normed(hidden) if self.chains_normed else hidden
 

@@ -188,7 +188,7 @@ class AutoregressiveNetwork(DraftNetwork):
         input_ids: Tensor,
         attention_mask: Mask = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         target_states: Tensor | None = None,
         draft_states: Tensor | None = None,
         logits_to_keep: int | Tensor = 0,
@@ -198,7 +198,7 @@ class AutoregressiveNetwork(DraftNetwork):
 
         Args:
             input_ids: (B, T) ids of the target.
-            attention_mask, position_ids, past_key_values: mask, positions and cache of `next_states`.
+            attention_mask, position_ids, cache: mask, positions and cache of `next_states`.
             target_states: (B, T, K, Ht) the target's states that chose the tokens; or else
             draft_states: (B, T, H) the head's own states that did.
             logits_to_keep: columns whose logits are wanted; 0 = all.
@@ -207,7 +207,7 @@ class AutoregressiveNetwork(DraftNetwork):
         if draft_states is None:
             assert target_states is not None
             draft_states = self.fused(target_states.to(self.dtype))
-        given = attention_mask, position_ids, past_key_values
+        given = attention_mask, position_ids, cache
         hidden = self.next_states(draft_states.to(self.dtype), self.embed(input_ids), *given)
         kept = hidden if isinstance(logits_to_keep, int) else hidden[:, logits_to_keep]
         return SimpleNamespace(logits=self.logits(kept), hidden_states=(hidden,))
