@@ -46,6 +46,7 @@ def check_model(
     as_json: options.Json = False,
 ) -> None:
     """Say whether a model scores token trees exactly: exact, chain only or unsupported, and why."""
+    options.check_paths(model)
     with loading(model):
         from specinfer.attention import check_model
         from specinfer.loading import load
@@ -75,6 +76,7 @@ def check_draft(
     as_json: options.Json = False,
 ) -> None:
     """Say how well drafts fit a target, what trees of each size should gain here, and what may be wrong."""
+    options.check_paths(target, *(draft or ()))
     with loading():
         from specinfer.evaluation.compare.prompts import read_prompt_file
         from specinfer.evaluation.doctor import PROMPTS
@@ -151,7 +153,7 @@ def certify(as_json: options.Json = False) -> None:
     certificates = certify(progress=Bars())
     show([certificate.to_dict() if as_json else _certificate_row(certificate) for certificate in certificates], as_json)
     unexpected = [certificate for certificate in certificates if not certificate.passed]
-    failures = f"{len(unexpected)} of {len(certificates)} pairs are not as expected: see the column passed"
+    failures = f"{len(unexpected)} of {len(certificates)} pairs are not as expected: see the last column"
     words = failures if unexpected else f"all {len(certificates)} pairs are as expected"
     print(*([] if as_json else folded([DISTANCES])), words, sep="\n", file=sys.stderr)
     if unexpected:
@@ -170,5 +172,5 @@ def _certificate_row(certificate: "Certificate") -> dict[str, object]:
         "drafts": certificate.drafts,
         "distance": certificate.total_variation,
         "expected": "0" if certificate.expected_lossless else "above 0",
-        "passed": certificate.passed,
+        "as expected": certificate.passed,
     }

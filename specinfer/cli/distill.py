@@ -86,6 +86,7 @@ def distill(
     as_json: options.Json = False,
 ) -> None:
     """Train drafts for a target on text that the target writes."""
+    options.check_paths(target)
     with loading():
         from specinfer import training
         from specinfer.loading import load

@@ -5,6 +5,7 @@ Knows: typer, how a list of numbers is written.  Does not know: what a command d
 A command takes groups of options, each as one object: `flattened` shows typer the options themselves.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from functools import wraps
@@ -17,7 +18,7 @@ from typer import Argument, Option
 from specinfer.cli.terminal import loading, only_first_prints
 from specinfer.common.advice import did_you_mean
 from specinfer.common.files import checked_path, expanded, parse_json
-from specinfer.errors import InputError
+from specinfer.errors import InputError, ModelError
 
 if TYPE_CHECKING:
     from specinfer.decoder import SpeculativeDecoder
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     GrownBy = Callable[[], Policy | None]
 
 Number = TypeVar("Number")
+
+PATHS = ("/", "./", "../", "~/")  # beginnings of names that are of no hub
 
 PromptText = Annotated[str, Argument(help="The prompt; - reads it from standard input.")]
 MaybePrompt = Annotated[str | None, Argument(help="The prompt; - reads it from standard input.")]
@@ -98,6 +101,9 @@ class Names:
             show_default="auto",
         ),
     ] = None
+
+    def __post_init__(self) -> None:
+        check_paths(self.target, *(self.draft or ()))
 
 
 @dataclass(frozen=True)
@@ -268,6 +274,14 @@ def load_decoder(
         if options.get("tensor_parallel", 1) > 1:
             only_first_prints()
         return SpeculativeDecoder.from_pretrained(target, drafts or "auto", **options)
+
+
+def check_paths(*models: str | None) -> None:
+    """Raise `ModelError` for a model's path that does not exist: at once, where importing torch takes seconds."""
+    for model in filter(None, models):
+        is_path = model.startswith(PATHS) or model.endswith(".gguf")
+        if is_path and not os.path.exists(os.path.expanduser(model)):
+            raise ModelError(f"cannot load {model}: there is no such file or folder")
 
 
 def _sizes(text: str) -> dict[int | str, str]:

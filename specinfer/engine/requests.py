@@ -173,8 +173,8 @@ def result_of(
     tree_sizes, notes = TreeSizes.of(steps), [*decoder.notes, *batch.notes, *row.notes]
     if (reasons := batch.policy.reasons([draft.name for draft in decoder.drafts], batch.rows)) is not None:
         notes.append(f"auto: {paid(steps)}")
-        if grounds := "; ".join(filter(None, [str(tree_sizes), reasons])):
-            notes.append(f"auto's grounds: {grounds}")
+        if measured := "; ".join(filter(None, [str(tree_sizes), reasons])):
+            notes.append(f"auto's figures: {measured}")
     drafting = (spent - Reading(drafting=((0, 0.0),) * len(decoder.drafts))).drafting
     if row.constraint:
         drafting = (*drafting, (0, row.constraint.seconds))

@@ -286,6 +286,7 @@ ERRORS = {
     "blank prompt": (["tree", " \n "], "empty"),
     "empty stdin": (["generate", "-"], "empty"),
     "no such target": (["generate", "hi", "--target", "/no/such"], "/no/such"),
+    "no such draft file": (["check-draft", "--draft", "x.gguf"], "cannot load x.gguf: there is no such file or folder"),
     "no such draft": (["generate", "hi", "--draft", "nope"], "nope"),
     "a name that no folder can have": (["generate", "hi", "--draft", "x" * 300], "xxx"),
     "nobody's home": (["generate", "hi", "--draft", "~nobody-has-this-name/x"], "nobody"),
@@ -433,7 +434,7 @@ def test_the_table_of_certificates_has_a_line_for_each(run, monkeypatch):
     assert code == 1
     assert max(map(len, err.splitlines())) <= 100
     head, *rows = out.splitlines()
-    assert head.split() == ["tree", "verifier", "drafts", "distance", "expected", "passed"]
+    assert head.split() == ["tree", "verifier", "drafts", "distance", "expected", "as", "expected"]
     assert sum(row.endswith("yes") for row in rows) == len(certification.lossless_pairs())
     assert sum(row.endswith("no") for row in rows) == len(certification.broken_pairs())
     assert "distance: total variation" in err
@@ -687,8 +688,17 @@ def test_what_is_no_terminal_shows_nothing_of_it(run):
     assert "loading" not in run("generate", PROMPT)[2]
 
 
+WRONG_PATHS = [
+    ["generate", PROMPT, "--target", "none.gguf"],
+    ["generate", PROMPT, "--draft", "~/no/such/draft"],
+    ["check-model", "./no/such"],
+    ["check-draft", "--draft", "no/such.gguf"],
+    ["distill", "--prompts", "x", "--out", "y", "--target", "/no/such"],
+]
+
+
 def test_generating_imports_nothing_that_it_does_not_use(tmp_path):
-    """No other command's modules, nothing that draws; help and completion import no torch."""
+    """No other command's modules, nothing that draws; help and a wrong path import no torch."""
     tiny_llama().float().save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
     command = [sys.executable, "-X", "importtime", "-m", "specinfer"]
@@ -700,10 +710,11 @@ def test_generating_imports_nothing_that_it_does_not_use(tmp_path):
             {"matplotlib", "pandas"},
         ),
         (["generate", "--help"], {"attention", "decoder", "engine", "tree"}, {"torch", "transformers", "tqdm"}),
+        *((wrong, {"attention", "decoder"}, {"torch", "transformers"}) for wrong in WRONG_PATHS),
     ):
-        ended = subprocess.run([*command, *arguments], capture_output=True, text=True, check=True)
+        ended = subprocess.run([*command, *arguments], capture_output=True, text=True)
         names = re.findall(r"^import time:.*\| +(\S+)$", ended.stderr, re.MULTILINE)
-        assert ended.stdout
+        assert (ended.returncode, bool(ended.stdout)) == ((2, False) if arguments in WRONG_PATHS else (0, True))
         assert "specinfer.cli" in names
         assert {name.split(".")[0] for name in names} & others == set()
         assert {name.split(".")[1] for name in names if name.startswith("specinfer.")} & of_us == set()
