@@ -361,7 +361,8 @@ class SpeculativeDecoder:
         common: dict[str, object] = {**options}
         request_of = partial(self._one_of_many, common, checked_flag("keep_stop_string", keep_stop_string))
         first = row_seeds(0 if seed is None else seed, 1)
-        length = {} if common.keys() & {"max_length", "generation_config"} else {"max_new_tokens": 1}  # prompts may say
+        said = common.keys() & {"max_new_tokens", "max_length", "generation_config"}
+        length = {} if said else {"max_length": 2}  # prompts may say; a least number of tokens may exceed it
         self._one_of_many({**length, **common, "seed": first}, True, [0], 0)  # or it raises
         return finished(self.scheduler(max_rows, PrefixStore(KEPT)), prompts, request_of)
 

@@ -246,6 +246,7 @@ def resolve(
     merged = {name: None if complete else value for name, value in vars(model_config).items()}
     merged |= {name: plain(value) for name, value in vars(base).items() if value is not None}
     merged |= {name: None for name in _INHERITED if merged.get(name) == getattr(model_config, name, None)}
+    merged |= {"max_new_tokens": None} if "max_length" in given else {}
     merged |= given
     merged |= {name: value for name, value in _DEFAULTS.items() if merged.get(name) is None}
     config = copy.copy(base)
@@ -312,7 +313,7 @@ def _check_greedy(given: dict[str, object]) -> None:
 
 
 def _max_new_tokens(config: GenerationConfig, given: dict[str, object], user_config: object) -> int | None:
-    if config.max_new_tokens is not None and ("max_new_tokens" in given or "max_length" not in given):
+    if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
     length_named = "max_length" in given or getattr(user_config, "max_length", None) is not None
     return None if length_named else DEFAULT_MAX_NEW_TOKENS

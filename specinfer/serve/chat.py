@@ -29,6 +29,7 @@ class Chat(Answer[ChatBody]):
     def __init__(self, body: ChatBody, served: Served, client: str = "") -> None:
         super().__init__(body, served, client)
         self.deltas: list[Deltas] = []  # of each choice
+        self.untold: dict[int, list[Likely]] = {}  # tokens of a choice that no chunk has told of yet
 
     @cached_property
     def template(self) -> dict[str, object] | None:
@@ -96,12 +97,13 @@ class Chat(Answer[ChatBody]):
 
     def chunks_of(self, index: int, news: News) -> Iterator[dict[str, object]]:
         """Yield the chunks of a choice's news: a part each, and the end."""
-        logprobs = self._logprobs(news.tokens)
+        tokens = [*self.untold.pop(index, ()), *news.tokens]
         for delta in self.deltas[index].of(news.text, news.reason is not None):
-            yield self.chunk(index, {"delta": delta}, logprobs)
-            logprobs = None
+            yield self.chunk(index, {"delta": delta}, self._logprobs(tokens))
+            tokens = []
         if news.reason:
-            yield self.chunk(index, {"delta": {}}, logprobs, ended=True)
+            yield self.chunk(index, {"delta": {}}, self._logprobs(tokens), ended=True)
+        self.untold[index] = tokens  # text that is no part of the message, or not yet
 
     def ending(self, index: int) -> dict[str, object]:
         """Return the fields of a choice that has ended: calls that the target chose are a reason of their own."""

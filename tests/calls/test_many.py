@@ -351,6 +351,15 @@ def test_prompts_of_one_token_join(target):
     assert [row.token_ids for row in found] == [made.generate(**p, temperature=0).token_ids for p in prompts]
 
 
+def test_a_least_number_of_tokens_needs_no_length_beside_it(target):
+    """A prompt may say how long its text becomes, and by default it may become long."""
+    made, common = decoder(target), {"min_new_tokens": 7, "eos_token_id": [*range(200)], "temperature": 0}
+    prompts = [{"prompt": PROMPTS[0], "max_new_tokens": 9}, {"prompt": PROMPTS[1]}]
+    found = [result.token_ids for result in taken(made.generate_many(prompts, **common))]
+    assert found == [made.generate(**prompt, **common).token_ids for prompt in prompts]
+    assert min(map(len, found)) >= 7
+
+
 def test_closing_early_releases_the_models(target):
     made = decoder(target)
     found = made.generate_many(own(temperature=0), max_rows=2)

@@ -366,6 +366,15 @@ def test_max_length_counts_the_prompt(target, near):
     assert len(decoder.generate([1]).token_ids) == DEFAULT_MAX_NEW_TOKENS
 
 
+def test_a_length_takes_the_place_of_the_models_own():
+    """A least number of tokens is compared with the one that counts."""
+    config = GenerationConfig(max_new_tokens=5)
+    settings = resolve(config, max_length=50, min_new_tokens=7)
+    assert settings.budget(10) == 40
+    with pytest.raises(SamplingError, match="min_new_tokens=7 exceeds max_new_tokens=5"):
+        resolve(config, min_new_tokens=7)
+
+
 def test_max_time_ends_the_text(target, near):
     """A spent time budget ends the text after its first token, as it does in transformers."""
     decoder = engine(target, near, Chain(3))

@@ -119,6 +119,16 @@ def test_calls_of_tools_are_streamed(server: Live) -> None:
     checked(found.message, found.finish_reason)
 
 
+def test_a_stream_has_the_log_probabilities_of_all_tokens(server: Live, decoder: SpeculativeDecoder) -> None:
+    """Also of those whose text is no part of the message, such as the marks around a call."""
+    asked: Any = {"model": "tiny", "messages": ASKED, "tools": TOOLS, "temperature": 0, "logprobs": True}
+    create = server.client().chat.completions.create
+    whole = create(**asked).choices[0].logprobs.content
+    streamed = [chunk.choices[0].logprobs for chunk in create(stream=True, **asked)]
+    assert [token for told in streamed if told for token in told.content] == whole
+    assert len(whole) == len(decoder.tokenizer(ANSWER)["input_ids"]) + 1
+
+
 def test_the_template_is_told_of_tools_and_of_earlier_calls(server: Live) -> None:
     client = server.client()
 
