@@ -211,21 +211,13 @@ class ModelDraftSession(LevelRows, CachedRows):
             return self.vocab_size
         return min(max(FEWEST, *map(_bound, self.recent)), self.vocab_size)
 
-    def _feed_uncached(self, masked: Sequence[int] = (), **inputs: Tensor) -> Tensor:
-        """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V).
-
-        Args:
-            masked: M tokens to feed behind each root, which are not committed; then logits are (B, 1 + M, V).
-            **inputs: what else the model is fed with these, by name.
-        """
+    def _feed_uncached(self) -> Tensor:
+        """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V)."""
         self.catch_up()
-        chains, fed = self._chains(), self._uncached_inputs()
-        for name, more in inputs.items():
-            fed[name] = [torch.cat((row, more)) for row in fed[name]]
-        layout = self.session.chains([[*chain, *masked] for chain in chains])
-        wanted = [range(len(chain) - 1, len(chain) + len(masked)) for chain in chains]
-        beside = {name: torch.cat(rows) for name, rows in fed.items()}
-        logits = self.session.append(layout, wanted, self.words, **beside)
+        chains = self._chains()
+        wanted = [range(len(chain) - 1, len(chain)) for chain in chains]
+        beside = {name: torch.cat(rows) for name, rows in self._uncached_inputs().items()}
+        logits = self.session.append(self.session.chains(chains), wanted, self.words, **beside)
         self.draft_states = self.session.commit([range(len(chain)) for chain in chains])
         self.note_cached(0)
         return logits.padded()
