@@ -211,7 +211,8 @@ class Row:
             if self.finished:
                 self.error = None  # it ended before
                 break
-        self.coupling.forget(inf if self.finished else len(self.ids))
+        if self.sampling:
+            self.coupling.forget(inf if self.finished else len(self.ids))
         tokens = tuple(self.ids[before:])
         proposers = drafted_by(tree, verdict.path, self.draft_names, len(tokens))
         record = tree.without_distributions() if tree.distributions else tree  # they are large and no longer needed
