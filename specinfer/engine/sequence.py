@@ -29,9 +29,9 @@ from specinfer.errors import CHECK_WEIGHTS, NoTokenLeft, NumericalError, Samplin
 from specinfer.results import UNFINISHED, Step, drafted_by
 from specinfer.tree import Forest, Slots, TokenTree
 
-Choice = tuple[int, float]  # a token, and its score with noise
-
 NOTHING = -1  # in place of a bonus token that options leave no room for
+
+Choice = tuple[int, float]  # a token, and its score with noise
 
 
 class Stopping:
@@ -235,7 +235,7 @@ def target_views(rows: Sequence[Row], trees: Forest, logits: Sequence[Tensor]) -
     slots = trees.slots
     chosen: Iterator[Choice] = iter(())
     if slots and not any(row.processors.reads_path for row in rows):
-        chosen = _choices(_noisy_there(rows, slots, logits), trees.fetched)
+        chosen = _choices(_noisy_on_device(rows, slots, logits), trees.fetched)
     views = [RowView(*row) for row in zip(rows, trees, logits, strict=True)]
     step = [ref(view) for view in views]
     for view in views:
@@ -405,7 +405,7 @@ def _choices(noisy: Tensor, fetch: Callable[..., list[Tensor]] = fetched) -> Ite
     return zip(tokens, largest, strict=True)
 
 
-def _noisy_there(rows: Sequence[Row], slots: Slots, logits: Sequence[Tensor]) -> Tensor:
+def _noisy_on_device(rows: Sequence[Row], slots: Slots, logits: Sequence[Tensor]) -> Tensor:
     """Return scores + noise (B n, V) after nodes that are on a device.
 
     Args:
