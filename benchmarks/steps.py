@@ -34,7 +34,7 @@ TIMED = 5  # passes of one size
 PARTS = {  # of a step, and the functions that are them
     "propose": [(loop, "propose")],
     "score": [(TreeSession, "score")],  # until it is launched
-    "choose": [(sequence, "_choose"), (sequence, "_chosen_beside")],  # waits for the pass
+    "choose": [(sequence, "_choices")],  # waits for the pass
     "commit": [(TreeSession, "commit"), (HeadDraftSession, "commit")],
 }
 

@@ -48,7 +48,7 @@ from specinfer.drafts.online import checked_share, learners, save_heads
 from specinfer.drafts.published.formats import draft_config, load_published, may_be_head
 from specinfer.drafts.published.mtp import MtpDraft
 from specinfer.drafts.through_text import ThroughTextDraft
-from specinfer.engine.callables import FUNCTIONS, BatchRow, for_row, listed
+from specinfer.engine.callables import FUNCTIONS, BatchRow, as_functions, for_row
 from specinfer.engine.contrastive import sized
 from specinfer.engine.draft import Draft
 from specinfer.engine.options import GenerateOptions, Options, ScoreOptions, names, part, spelled_out
@@ -371,7 +371,7 @@ class SpeculativeDecoder:
     ) -> Request:
         """Return the request of one of many prompts, with options of its own over common ones."""
         given = dict(prompt) if isinstance(prompt, Mapping) and "prompt" in prompt else {"prompt": prompt}
-        functions = for_row(BatchRow(number, None), *(listed(name, common.get(name)) for name in FUNCTIONS))
+        functions = for_row(BatchRow(number, None), *(as_functions(name, common.get(name)) for name in FUNCTIONS))
         asked = {**common, **dict(zip(FUNCTIONS, functions, strict=True)), **given}
         (request, *_), single = self._prepared(asked.pop("prompt"), asked, keep_stop_string, number)
         if not single:

@@ -28,7 +28,7 @@ def one_line(error: BaseException, longest: int = 200) -> str:
     return " ".join(str(error).split())[:longest] or type(error).__name__
 
 
-def listed(names: list[str], most: int) -> str:
+def first_names(names: list[str], most: int) -> str:
     """Return the first names, as a message lists them; dots say that there are more."""
     return f"{'; '.join(names[:most])}{'; ...' if len(names) > most else ''}"
 

@@ -39,7 +39,7 @@ from specinfer.common.files import cache_folder
 from specinfer.common.model_options import DEVICES, HUB, ROUNDED, DeviceMap, checked_options, checked_placement
 from specinfer.common.progress import close_bars
 from specinfer.common.values import checked_count
-from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel, listed, one_line
+from specinfer.errors import ModelError, TokenizerMismatch, UnsupportedModel, first_names, one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -494,7 +494,9 @@ def _check_complete(info: Mapping[str, Any]) -> None:
     shapes = [f"{key}, {tuple(found)} instead of {tuple(wanted)}" for key, found, wanted in info["mismatched_keys"]]
     unexpected = [key for key in info["unexpected_keys"] if not CONSTANTS.search(key)]
     kinds = {"missing": info["missing_keys"], "of another shape": shapes, "unexpected": unexpected}
-    if wrong := [f"{len(keys)} {kind} ({listed(sorted(keys), LISTED_KEYS)})" for kind, keys in kinds.items() if keys]:
+    if wrong := [
+        f"{len(keys)} {kind} ({first_names(sorted(keys), LISTED_KEYS)})" for kind, keys in kinds.items() if keys
+    ]:
         advice = "get the whole checkpoint, and the config.json that belongs to it"
         raise ModelError(f"its weights are not those that its config.json describes: {', '.join(wrong)}; {advice}")
 

@@ -232,7 +232,7 @@ class Forest(Sequence[TokenTree]):
         if len(every) == 1:
             return every[0]
         _check_mergeable(every)
-        grown = [forest for forest in every if len(forest._drafts)] or every[:1]
+        grown = [forest for forest in every if len(forest._listed.draws.nodes)] or every[:1]
         if len(grown) == 1:
             return grown[0]
         return cls(grown[0].kind, grown[0].roots, joined([forest._listed for forest in grown]))
@@ -254,11 +254,6 @@ class Forest(Sequence[TokenTree]):
     def nodes(self) -> Nodes:
         """The trees as arrays."""
         return self._listed if isinstance(self._listed, Nodes) else in_order(self._listed, len(self))
-
-    @property
-    def _drafts(self) -> np.ndarray:
-        """The draft of every draw, (K,)."""
-        return self._listed.draws.drafts
 
     def pruned(self, depths: Sequence[int]) -> Forest:
         """Return the trees without the nodes that are deeper than their row's depth."""
@@ -339,7 +334,7 @@ def _check_mergeable(forests: Sequence[Forest]) -> None:
         if len(found := sorted(set(roots))) > 1:
             raise TreeError(f"row {row}: the roots are different tokens, {found}; merge the trees of one row")
     seen: set[int] = set()
-    for drafts in (set(forest._drafts.tolist()) for forest in forests):
+    for drafts in (set(forest._listed.draws.drafts.tolist()) for forest in forests):
         if shared := seen & drafts:
             raise TreeError(f"draft {min(shared)} drew in two trees; grow each draft's tree with its own draft id")
         seen |= drafts

@@ -58,7 +58,7 @@ class Graphs:
         self.refused: set[Hashable] = set()  # kinds that cannot be captured
 
     def __call__(
-        self, run: Function, tensors: Tensors, memory: Hashable, kind: Hashable = None, rows: int = 1, padded: int = 1
+        self, run: Function, tensors: Tensors, memory: Hashable, kind: Hashable = None, rows: int = 1
     ) -> Outputs:
         """Run a pass.
 
@@ -68,8 +68,8 @@ class Graphs:
             tensors: its inputs.
             memory: another one than in the last call drops all graphs.
             kind: of pass.
-            rows: of inputs and outputs, whose first dimensions have as many entries for each.
-            padded: rows of a graph, as many at least.  The others are what they were, or copies of the first one.
+            rows: of inputs and outputs, whose first dimensions have as many entries for each.  A graph is of
+                `padded_rows`; those beyond the pass's are what they were, or copies of the first one.
 
         Returns:
             what the pass returns; the next one of these shapes may overwrite it.
@@ -79,6 +79,7 @@ class Graphs:
             self.held.clear()
             self.seen.clear()  # kernels have to warm up to the new memory
             self.memory, self.capture = memory, CudaCapture()
+        padded = padded_rows(rows)
         shapes = kind, padded, *((name, len(t) // rows, t.shape[1:], t.dtype) for name, t in tensors.items())
         self.seen[shapes] += 1
         self.is_new = shapes not in self.made
@@ -182,10 +183,10 @@ class GraphedPass(Pass):
             with cache.locate(given["lengths"], kv_length):
                 return run(given)
 
-        rows, padded = cache.rows, padded_rows(cache.rows)
-        cache.make_rows(padded)
+        rows = cache.rows
+        cache.make_rows(padded_rows(rows))
         given = {**tensors, "lengths": on_device(cache.lengths, next(iter(tensors.values())).device)}
-        outputs = self.graphs(located, given, cache.addresses, (kind, kv_length), rows, padded)
+        outputs = self.graphs(located, given, cache.addresses, (kind, kv_length), rows)
         self.first += self.graphs.is_new
         return outputs
 

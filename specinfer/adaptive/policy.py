@@ -75,9 +75,8 @@ class Auto(Policy):
         self.most_nodes = MOST if max_nodes is None else self.max_nodes  # however cheap they are
         self.most_depth = MOST if max_depth is None else self.max_depth
         self.lock = Lock()
-        self.frozen = profile is not None  # costs are given
-        self.learnt = Profile.read(profile) if profile is not None else Profile()
-        self.given = self.learnt  # what a text starts from, if costs are given
+        self.given = None if profile is None else Profile.read(profile)  # what each text starts from; nothing is timed
+        self.learnt = self.given or Profile()
         self.start(self.learnt.drafts, coupled=False)
 
     def __repr__(self) -> str:
@@ -101,7 +100,7 @@ class Auto(Policy):
         Raises:
             PolicyError: the profile is for another number of drafts.
         """
-        if self.frozen:
+        if self.given:
             if drafts != self.given.drafts:
                 raise PolicyError(f"the profile is for {self.given.drafts} drafts, not {drafts}: save one for these")
             self.learnt = deepcopy(self.given)  # so that a text does not depend on others
@@ -276,7 +275,7 @@ class Auto(Policy):
             for record in compress(self.records, idle):
                 record.wait()
         measured = self.costs.plain[rows].weight if rows in self.costs.plain else 0
-        due = not self.frozen and self.since_plain >= min(2 << measured, PLAIN_AGAIN)
+        due = not self.given and self.since_plain >= min(2 << measured, PLAIN_AGAIN)
         asked = [not record.idle for record in self.records]
         self.asked = 0 if due else sum(works << draft for draft, works in enumerate(asked))  # a bit mask
 
@@ -291,29 +290,21 @@ class Auto(Policy):
         seconds: float | None,
         coming: int = 0,
     ) -> None:
-        """Learn from a step.
-
-        Args:
-            trees: what the target scored, one per row.
-            paths: accepted nodes, root excluded.
-            tokens: what each row emitted.
-            proposing: seconds of each draft; next to nothing where it was not asked, or they say nothing of others.
-            seconds: of the whole step, drafts included; None if that says nothing of others.
-            coming: rows that are about to join: drafts are chosen for all.
-        """
+        """Learn from a step (see `Policy.observe`), and choose the drafts to ask in the next one, for all its rows."""
         assert self.grown is not None, "a step is fitted before it is observed"
         with self.lock:
             rows, drafted = len(trees), [tree.num_drafted for tree in trees]
             nodes = sum(drafted) / rows if self.packed else max(drafted)  # that each row pays for
-            if not self.frozen and seconds is not None:
+            seconds = None if self.given else seconds
+            if seconds is not None:
                 self._time(rows, nodes, proposing, seconds - sum(proposing))
             levels = {d: self.costs.levels[d].value * n for d, n in self.levels.items() if d in self.costs.levels}
             modelled = self.costs.seconds(rows, nodes) + sum(levels.values())
             self.costs.earn(rows, sum(map(len, tokens)), modelled)
             if self.levels:
                 self.acceptance.observe(self.grown, tokens)
-            reading = {} if self.frozen else self._reading(levels, proposing)
-            if not self.frozen and seconds is not None:
+            reading = {} if self.given else self._reading(levels, proposing)
+            if seconds is not None:
                 modelled = min(seconds - sum(reading.values()), FAR * modelled)
             self._judge(trees, paths, levels, modelled, reading)
             self.since_trees = 0 if nodes else self.since_trees + 1

@@ -16,7 +16,7 @@ from specinfer.engine.sequence import Row, target_views
 from specinfer.engine.verify import Verdict, Verifier, chosen_verifier
 from specinfer.errors import InputError
 from specinfer.prompts import check_ids
-from specinfer.tree import TokenTree
+from specinfer.tree import Forest, TokenTree
 
 
 def verify_tree(
@@ -63,4 +63,4 @@ def verify_tree(
     settings = resolve(GenerationConfig(), vocab_size=logits.shape[1], **options)
     row = Row(0, ids, settings, 1, seed, logits.device)
     with torch.inference_mode():
-        return rule.verify(tree, target_views([row], [tree], [logits])[0])
+        return rule.verify(tree, target_views([row], Forest.of([tree]), [logits])[0])

@@ -34,7 +34,7 @@ class Written:
         """Return them as training takes them."""
         from specinfer.training import TextSettings
 
-        sampled_at = options.listed("--temperatures", self.temperatures, float, "numbers like 0,0.7,1")
+        sampled_at = options.numbers("--temperatures", self.temperatures, float, "numbers like 0,0.7,1")
         return TextSettings(self.samples, self.new_tokens, sampled_at, seed)
 
 

@@ -292,7 +292,7 @@ def _sizes(text: str) -> dict[int | str, str]:
     return {int(device) if device.isdecimal() else device: size for device, _, size in parts}
 
 
-def listed(option: str, text: str, number: Callable[[str], Number], form: str) -> tuple[Number, ...]:
+def numbers(option: str, text: str, number: Callable[[str], Number], form: str) -> tuple[Number, ...]:
     """Return the numbers that an option lists; ``form`` says in the error what they should look like."""
     try:
         return tuple(map(number, text.split(",")))
@@ -302,7 +302,7 @@ def listed(option: str, text: str, number: Callable[[str], Number], form: str) -
 
 def expansion_widths(text: str) -> tuple[int, ...]:
     """Return the children per level that `--expansion` lists."""
-    widths = listed("--expansion", text, int, "whole numbers like 1,1,3")
+    widths = numbers("--expansion", text, int, "whole numbers like 1,1,3")
     if min(widths) < 1:
         raise InputError(f"--expansion {text!r}: every level needs a child; leave levels out to stop earlier")
     return widths

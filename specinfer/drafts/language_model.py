@@ -126,7 +126,7 @@ class ModelDraftSession(LevelRows, CachedRows):
         tokens, parents, scores, valid, *fed = self.session.several(run, given, slots, kind)
         ordered = Slots(tokens, fed.pop(0), fed.pop(0), nodes, levels) if width else None
         self.level, self.given, self.session.passes = None, {}, self.session.passes + levels - 1
-        self.fed = [Frontier(*level) for level in zip(fed[::3], fed[1::3], fed[2::3], range(1, levels), strict=False)]
+        self.fed = _levels(fed)
         self.session.cache.pending = [sum(len(level.tokens[0]) for level in self.fed)] * self.batch
         return Growth(tokens, parents, scores, valid, settled.kind, (), ordered)
 
@@ -158,8 +158,7 @@ class ModelDraftSession(LevelRows, CachedRows):
     def grown(self, growth: Growth, *beside: Tensor) -> tuple[Growth, list[Tensor]]:
         """Bring a tree and the levels that were fed for it to the host, and other tensors, which waits once."""
         growth, found = growth.to_host(*beside, *(column for level in self.fed for column in level[:3]))
-        fed = iter(found[len(beside) :])
-        self.fed = [Frontier(*level) for level in zip(fed, fed, fed, (level.depth for level in self.fed), strict=True)]
+        self.fed = _levels(found[len(beside) :])
         return growth, found[: len(beside)]
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
@@ -211,21 +210,13 @@ class ModelDraftSession(LevelRows, CachedRows):
             return self.vocab_size
         return min(max(FEWEST, *map(_bound, self.recent)), self.vocab_size)
 
-    def _feed_uncached(self, masked: Sequence[int] = (), **inputs: Tensor) -> Tensor:
-        """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V).
-
-        Args:
-            masked: M tokens to feed behind each root, which are not committed; then logits are (B, 1 + M, V).
-            **inputs: what else the model is fed with these, by name.
-        """
+    def _feed_uncached(self) -> Tensor:
+        """Feed and commit each row's uncached tokens, the root last; return the logits after the root, (B, 1, V)."""
         self.catch_up()
-        chains, fed = self._chains(), self._uncached_inputs()
-        for name, more in inputs.items():
-            fed[name] = [torch.cat((row, more)) for row in fed[name]]
-        layout = self.session.chains([[*chain, *masked] for chain in chains])
-        wanted = [range(len(chain) - 1, len(chain) + len(masked)) for chain in chains]
-        beside = {name: torch.cat(rows) for name, rows in fed.items()}
-        logits = self.session.append(layout, wanted, self.words, **beside)
+        chains = self._chains()
+        wanted = [range(len(chain) - 1, len(chain)) for chain in chains]
+        beside = {name: torch.cat(rows) for name, rows in self._uncached_inputs().items()}
+        logits = self.session.append(self.session.chains(chains), wanted, self.words, **beside)
         self.draft_states = self.session.commit([range(len(chain)) for chain in chains])
         self.note_cached(0)
         return logits.padded()
@@ -325,6 +316,12 @@ def _bound(tokens: Sequence[int]) -> int:
     """Return a power of two above nearly all of these ids."""
     ids = sorted({*tokens})
     return 1 << ids[-1 - min(OUTLIERS + len(ids) // RARE, len(ids) - 1)].bit_length()
+
+
+def _levels(columns: Sequence[Tensor]) -> list[Frontier]:
+    """Return the levels below the root that have these columns: tokens, parents and valid of one after the other."""
+    levels = zip(columns[::3], columns[1::3], columns[2::3], strict=True)
+    return [Frontier(*level, depth) for depth, level in enumerate(levels, start=1)]
 
 
 def fed_paths(fed: Sequence[Frontier], tokens: Committed) -> list[list[int] | None]:

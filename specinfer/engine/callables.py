@@ -183,7 +183,7 @@ class RowFunction:
         return answer[self.row.line]
 
 
-def listed(name: str, value: object) -> tuple[Function | RowFunction, ...]:
+def as_functions(name: str, value: object) -> tuple[Function | RowFunction, ...]:
     """Return one function, several (also lists in lists) or None as a tuple.
 
     Raises:

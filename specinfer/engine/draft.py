@@ -13,7 +13,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, Self
 
 from torch import Tensor
@@ -124,19 +123,14 @@ class DraftSession(ABC):
             return Forest(policy.kind, roots)
         with _proposing(source.draft):
             growth = self.grow(policy, source, depth)
-            read = partial(self._brought, growth, roots, source.draft)
-            if growth.slots:
-                trees = Forest(growth.kind, roots, None, growth.slots, _proposing(source.draft)(read))
-            else:
-                trees = read()[0]
-        return trees if min(left, default=depth) >= depth else trees.pruned([max(0, levels) for levels in left])
 
-    def _brought(
-        self, growth: Growth, roots: Sequence[int], draft: int, *beside: Tensor
-    ) -> tuple[Forest, list[Tensor]]:
-        """Return what was grown as trees on the host, and other tensors that come with them."""
-        growth, found = self.grown(growth, *beside)
-        return growth.trees(roots, draft), found
+        @_proposing(source.draft)
+        def read(*beside: Tensor) -> tuple[Forest, list[Tensor]]:
+            on_host, found = self.grown(growth, *beside)
+            return on_host.trees(roots, source.draft), found
+
+        trees = Forest(growth.kind, roots, None, growth.slots, read) if growth.slots else read()[0]
+        return trees if min(left, default=depth) >= depth else trees.pruned([max(0, levels) for levels in left])
 
     @abstractmethod
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:

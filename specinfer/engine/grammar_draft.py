@@ -56,7 +56,7 @@ def with_grammar(trees: Forest, rows: Sequence[Row], draft: int, policy: Policy)
         draft: the grammar's id in trees.
         policy: of the trees; its `max_nodes` is how many nodes of a row may be the grammar's alone.
     """
-    if trees.kind is not Kind.RANKED or not any(row.constraint for row in rows):
+    if trees.kind is not Kind.RANKED:
         return trees
     found = list(trees)
     for number, row in enumerate(rows):

@@ -73,7 +73,9 @@ def propose(drafts: Sequence[DraftSession], policy: Policy, rows: Sequence[Row])
         trees = Forest.merged([draft.propose(policy, roots, max(depths)) for draft in drafts]).pruned(depths)
     else:
         trees = Forest(policy.kind, roots)
-    fitted = policy.fit(with_grammar(trees, rows, len(drafts), policy))
+    if any(row.constraint for row in rows):
+        trees = with_grammar(trees, rows, len(drafts), policy)
+    fitted = policy.fit(trees)
     if fitted.roots != roots:
         raise TreeError(f"trees with roots {fitted.roots} were drafted for rows that end in {roots}")
     return fitted

@@ -14,7 +14,7 @@ from transformers import GenerationConfig
 
 from specinfer.common.advice import where_to_give
 from specinfer.common.values import plain
-from specinfer.engine.callables import BatchRow, Function, RowFunction, for_row, listed
+from specinfer.engine.callables import BatchRow, Function, RowFunction, as_functions, for_row
 from specinfer.engine.options import Options
 from specinfer.errors import InputError, SamplingError
 from specinfer.grammar.matcher import Matcher
@@ -257,8 +257,8 @@ def resolve(
         config=config,
         eos=frozenset(token for token in _items(config.eos_token_id) if 0 <= token < (vocab_size or inf)),
         max_new_tokens=_max_new_tokens(config, given, generation_config),
-        processors=listed("logits_processor", logits_processor),
-        criteria=listed("stopping_criteria", stopping_criteria),
+        processors=as_functions("logits_processor", logits_processor),
+        criteria=as_functions("stopping_criteria", stopping_criteria),
     )
 
 

@@ -4,7 +4,7 @@ Knows: everything that belongs to one row and to no other, so a row in a batch b
 Does not know: models, caches, drafts, which nodes verification visits.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import inf, isfinite
@@ -30,6 +30,8 @@ from specinfer.results import UNFINISHED, Step, drafted_by
 from specinfer.tree import Forest, Slots, TokenTree
 
 NOTHING = -1  # in place of a bonus token that options leave no room for
+
+Choice = tuple[int, float]  # a token, and its score with noise
 
 
 class Stopping:
@@ -209,7 +211,8 @@ class Row:
             if self.finished:
                 self.error = None  # it ended before
                 break
-        self.coupling.forget(inf if self.finished else len(self.ids))
+        if self.sampling:
+            self.coupling.forget(inf if self.finished else len(self.ids))
         tokens = tuple(self.ids[before:])
         proposers = drafted_by(tree, verdict.path, self.draft_names, len(tokens))
         record = tree.without_distributions() if tree.distributions else tree  # they are large and no longer needed
@@ -222,20 +225,24 @@ class Row:
         return replace(step, logprobs=tuple(of_tokens(found, tokens)), top_logprobs=top)
 
 
-def target_views(rows: Sequence[Row], trees: Sequence[TokenTree], logits: Sequence[Tensor]) -> list["RowView"]:
+def target_views(rows: Sequence[Row], trees: Forest, logits: Sequence[Tensor]) -> list["RowView"]:
     """Return a view of the target for every row's tree, from its logits (N, V).
 
-    Trees that are still on a device come to the host together with the target's choices.
+    Trees that are still on a device come to the host together with the target's choices, unless a row reads paths.
     """
     for row in rows:
         row.step += 1
-    beside = _chosen_beside(rows, trees, trees.slots, logits) if isinstance(trees, Forest) and trees.slots else ()
+    slots = trees.slots
+    chosen: Iterator[Choice] = iter(())
+    if slots and not any(row.processors.reads_path for row in rows):
+        chosen = _choices(_noisy_on_device(rows, slots, logits), trees.fetched)
     views = [RowView(*row) for row in zip(rows, trees, logits, strict=True)]
     step = [ref(view) for view in views]
     for view in views:
         view.step = step
-    for view, chosen in zip(views, beside, strict=False):
-        view._chosen, view.logits = chosen, view.logits[: len(view.tree)]
+    for view in views if slots else ():  # padding has logits as well
+        view._chosen.update(zip(range(len(view.logits)), chosen, strict=False))
+        view.logits = view.logits[: len(view.tree)]
     return views
 
 
@@ -255,7 +262,7 @@ class RowView:
         self.base = len(row.ids)  # position of the token that follows the root
         self.tosses = 0
         self.step: Sequence[ref[RowView]] = (ref(self),)
-        self._chosen: dict[int, tuple[int, float]] = {}  # by node, the target's choice and its score
+        self._chosen: dict[int, Choice] = {}  # by node, the target's
         self._scores: dict[int, Tensor] = {}  # by node, what may be processed only once
         self._empty = 0  # the node after which nothing may follow, if there is one
 
@@ -383,39 +390,35 @@ def likeliest(distributions: Tensor, count: int) -> tuple[tuple[tuple[int, float
 
 
 def _choose(wanted: Sequence[tuple[RowView, Sequence[int]]]) -> None:
-    """Store in views the target's choices after some of their nodes, with one transfer from the device."""
+    """Store in views the target's choices after some of their nodes."""
     noisy = [view.noisy(nodes) for view, nodes in wanted]
-    if noisy[0].device.type == "cpu":  # where torch's maximum is slower than numpy's
-        chosen = iter([(token := int(row.argmax()), float(row[token])) for scores in noisy for row in scores.numpy()])
-    else:
-        each = [scores.max(-1) for scores in noisy]
-        best = each[0] if len(each) == 1 else map(torch.cat, zip(*each, strict=True))
-        largest, tokens = (found.tolist() for found in fetched(*best))
-        chosen = zip(tokens, largest, strict=True)
+    chosen = _choices(torch.cat(noisy) if len(noisy) > 1 else noisy[0])
     for view, nodes in wanted:
         view._chosen.update(zip(nodes, chosen, strict=False))
 
 
-def _chosen_beside(
-    rows: Sequence[Row], trees: Forest, slots: Slots, logits: Sequence[Tensor]
-) -> list[dict[int, tuple[int, float]]]:
-    """Return by node the target's choices, which come to the host together with the trees; none if a row reads paths.
+def _choices(noisy: Tensor, fetch: Callable[..., list[Tensor]] = fetched) -> Iterator[Choice]:
+    """Return what is chosen by scores + noise (N, V), with one transfer from the device."""
+    if noisy.device.type == "cpu":  # where torch's maximum is slower than numpy's
+        return iter([(token := int(scores.argmax()), float(scores[token])) for scores in noisy.numpy()])
+    largest, tokens = (found.tolist() for found in fetch(*noisy.max(-1)))
+    return zip(tokens, largest, strict=True)
+
+
+def _noisy_on_device(rows: Sequence[Row], slots: Slots, logits: Sequence[Tensor]) -> Tensor:
+    """Return scores + noise (B n, V) after nodes that are on a device.
 
     Args:
-        rows: B of them.
-        trees: theirs, whose nodes nobody has looked at.
-        slots: the same on the device.
-        logits: (T, V) of each row's nodes and padding.
+        rows: B of them, whose processors read no paths.
+        slots: of their trees.
+        logits: (n, V) of each row's nodes and padding.
     """
-    if any(row.processors.reads_path for row in rows):
-        return [{} for _ in rows]
-    each = [row.processors.scores(scores, ()) for row, scores in zip(rows, logits, strict=True)]
-    scores = torch.stack(each) if len(each) > 1 else each[0][None]
-    if any(row.sampling for row in rows):
-        positions = [(row, len(row.ids) + depth) for row in rows for depth in range(1 + slots.levels)]
-        size, device = scores.shape[2], scores.device
-        noise = [(row.coupling if row.sampling else SILENT).at(position, size, device) for row, position in positions]
-        depths = slots.depths[:, : scores.shape[1], None].expand_as(scores)
-        scores = scores + torch.stack(noise).unflatten(0, (len(rows), -1)).gather(1, depths)
-    largest, tokens = (found.tolist() for found in trees.fetched(*scores.max(-1)))
-    return [dict(enumerate(zip(*row, strict=True))) for row in zip(tokens, largest, strict=True)]
+    each = [row.processors.scores(values, ()) for row, values in zip(rows, logits, strict=True)]
+    scores = torch.cat(each) if len(each) > 1 else each[0]
+    if not any(row.sampling for row in rows):
+        return scores
+    (size, vocab), device, count = each[0].shape, scores.device, 1 + slots.levels
+    sources = [(row.coupling if row.sampling else SILENT, len(row.ids)) for row in rows]
+    noise = [source.at(first + depth, vocab, device) for source, first in sources for depth in range(count)]
+    depths = slots.depths[:, :size, None].expand(-1, -1, vocab)
+    return scores + torch.stack(noise).unflatten(0, (-1, count)).gather(1, depths).flatten(0, 1)

@@ -18,7 +18,7 @@ from transformers.generation import BaseStreamer, GenerateDecoderOnlyOutput, Log
 from specinfer.calls.run import Run
 from specinfer.common.values import checked_logprobs, plain
 from specinfer.decoder import SpeculativeDecoder, row_seeds
-from specinfer.engine.callables import listed
+from specinfer.engine.callables import as_functions
 from specinfer.engine.requests import make_requests
 from specinfer.engine.sampling import GenerationSettings, resolve
 from specinfer.errors import InputError
@@ -90,7 +90,7 @@ def custom_generate(
     decoder = SpeculativeDecoder(model, target_tokenizer, "ngram" if draft is None else draft, tree)
     given = model.generation_config, generation_config, None, stopping_criteria
     settings = resolve(*given, decoder.target.vocab_size, complete=True)
-    settings = replace(settings, processors=listed("logits_processor", [*logits_processor]))
+    settings = replace(settings, processors=as_functions("logits_processor", [*logits_processor]))
     padded = _read(input_ids, model_inputs, settings, decoder)
     sequences = settings.sequences  # as often has transformers repeated each prompt
     seeds = row_seeds(seed, len(padded) // sequences, decoder.target.ranks, sequences)

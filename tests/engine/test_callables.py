@@ -11,7 +11,7 @@ from transformers.generation import PrefixConstrainedLogitsProcessor
 
 import specinfer
 from specinfer import BestFirst, Chain, Sampled, SpeculativeDecoder
-from specinfer.engine.callables import BatchRow, for_row, listed
+from specinfer.engine.callables import BatchRow, as_functions, for_row
 from specinfer.errors import SamplingError
 
 NEW = 10
@@ -375,10 +375,10 @@ def test_custom_generate_gives_each_row_its_own(target):
 
 
 def test_lists_take_functions_of_two_arguments_or_a_rows_number():
-    assert listed("logits_processor", None) == ()
-    assert len(listed("logits_processor", [LogitsProcessorList([constraint()]), factory])) == 2
+    assert as_functions("logits_processor", None) == ()
+    assert len(as_functions("logits_processor", [LogitsProcessorList([constraint()]), factory])) == 2
     with pytest.raises(SamplingError, match="takes no ids and scores"):
-        listed("logits_processor", [lambda: 0])
+        as_functions("logits_processor", [lambda: 0])
 
 
 def test_greedy_text_is_transformers_own(target, decoder):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from specinfer.common.files import WEIGHTS, parse_json
 from specinfer.common.records import Record
-from specinfer.errors import ModelError, listed, one_line
+from specinfer.errors import ModelError, first_names, one_line
 from specinfer.loading import reach_hub
 
 LISTED = 4  # names of weights in a message
@@ -115,7 +115,7 @@ def assign(checkpoint: Checkpoint, network: nn.Module, weights: Mapping[str, Ten
         if name in weights and weights[name].shape != weight.shape
     ]
     kinds = {"missing": missing, "unknown": unknown, "of another shape": shapes}
-    if wrong := [f"{len(keys)} {kind} ({listed(keys, LISTED)})" for kind, keys in kinds.items() if keys]:
+    if wrong := [f"{len(keys)} {kind} ({first_names(keys, LISTED)})" for kind, keys in kinds.items() if keys]:
         raise checkpoint.refuse(f"its weights are not those of its format: {', '.join(wrong)}")
     damaged = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]
     if damaged:

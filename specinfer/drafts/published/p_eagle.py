@@ -62,8 +62,16 @@ class PEagleSession(LatticeSession, HeadDraftSession):
 
     def predict(self) -> Tensor:
         """Feed each row's uncached tokens and the masked ones, keep the former: logits (B, D, V') of depths 1 ... D."""
-        masked = [self.network.mask_token_id] * (self.depth - 1)
-        return self._feed_uncached(masked, target_states=self.network.mask_hidden.expand(len(masked), -1, -1))
+        self.catch_up()
+        chains, masked = self._chains(), [self.network.mask_token_id] * (self.depth - 1)
+        layout = self.session.chains([[*chain, *masked] for chain in chains])
+        wanted = [range(len(chain) - 1, len(chain) + len(masked)) for chain in chains]
+        unknown = self.network.mask_hidden.expand(len(masked), -1, -1)
+        states = torch.cat([part for known in self.states for part in (known, unknown)])
+        logits = self.session.append(layout, wanted, self.words, target_states=states)
+        self.session.commit([range(len(chain)) for chain in chains])
+        self.note_cached(0)
+        return logits.padded()
 
 
 def recognises(checkpoint: Checkpoint) -> bool:
