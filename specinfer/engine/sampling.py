@@ -315,8 +315,12 @@ def _check_greedy(given: dict[str, object]) -> None:
 def _max_new_tokens(config: GenerationConfig, given: dict[str, object], user_config: object) -> int | None:
     if config.max_new_tokens is not None:
         return int(config.max_new_tokens)
-    length_named = "max_length" in given or getattr(user_config, "max_length", None) is not None
-    return None if length_named else DEFAULT_MAX_NEW_TOKENS
+    if "max_length" in given or getattr(user_config, "max_length", None) is not None:
+        return None
+    if (config.min_new_tokens or 0) > DEFAULT_MAX_NEW_TOKENS:
+        usual = f"the {DEFAULT_MAX_NEW_TOKENS} that a text has at most by default"
+        raise SamplingError(f"min_new_tokens={config.min_new_tokens} exceeds {usual}: give max_new_tokens")
+    return DEFAULT_MAX_NEW_TOKENS
 
 
 def _check_options(config: GenerationConfig) -> None:

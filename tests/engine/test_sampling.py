@@ -373,6 +373,8 @@ def test_a_length_takes_the_place_of_the_models_own():
     assert settings.budget(10) == 40
     with pytest.raises(SamplingError, match="min_new_tokens=7 exceeds max_new_tokens=5"):
         resolve(config, min_new_tokens=7)
+    with pytest.raises(SamplingError, match="min_new_tokens=200 exceeds the 128 .*: give max_new_tokens"):
+        resolve(GenerationConfig(), min_new_tokens=200)
 
 
 def test_max_time_ends_the_text(target, near):
