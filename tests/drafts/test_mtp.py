@@ -201,6 +201,7 @@ def test_what_cannot_be_read_is_one_line(tmp_path):
     target = read(tmp_path)
     target.config.quantization_config = {"quant_method": "fp8"}
     assert "is quantised" in lines(lambda: mtp.load(target))
+    assert "is quantised" in lines(lambda: SpeculativeDecoder.from_pretrained(str(tmp_path), ["mtp"], quantize="int8"))
     file = tmp_path / "model.safetensors"
     whole = load_file(file)
     save_file({name: w for name, w in whole.items() if "hnorm" not in name}, file, {"format": "pt"})

@@ -16,6 +16,7 @@ from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
 from specinfer.attention import TreeModel, device_of, resident
 from specinfer.attention.forward import cache_name
+from specinfer.attention.packed.modules import is_packed
 from specinfer.drafts.language_model import HeadDraftSession
 from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.formats import PublishedDraft
@@ -139,7 +140,7 @@ def load(target: PreTrainedModel) -> MtpNetwork:
     if not getattr(config.get_text_config(), "num_mtp_layers", None):
         family = config.model_type
         raise ModelError(f"{name} has no multi-token prediction layer that transformers knows ({family}): {advice}")
-    if getattr(config, "quantization_config", None):
+    if getattr(config, "quantization_config", None) or is_packed(target):
         raise ModelError(f"{name} is quantised, and transformers reads the layer only if the model is not: {advice}")
     try:
         from transformers.modeling_layers import MtpModel
