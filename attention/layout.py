@@ -107,15 +107,18 @@ def lay_out_slots(slots: Slots, roots: Sequence[int]) -> Layout:
     )
 
 
-def lay_out_chains(chains: Sequence[Sequence[int]], device: torch.device, width: int = 0) -> Layout:
+def lay_out_chains(
+    chains: Sequence[Sequence[int]], device: torch.device, width: int = 0, at_end: bool = True
+) -> Layout:
     """Lay out one chain of tokens per row, possibly none.
 
     Args:
         chains: token ids of each row.
         device: of the tensors.
-        width: nodes that each row is padded to, before its own, so that all end together; 0 = none is.
+        width: nodes that each row is padded to; 0 = none is.
+        at_end: whether padding comes before a row's nodes, so that all end together.
     """
-    return _lay_out(np.array([*chain(*chains)], np.int64), [*map(len, chains)], device, width, at_end=True)
+    return _lay_out(np.array([*chain(*chains)], np.int64), [*map(len, chains)], device, width, at_end)
 
 
 def _lay_out(

@@ -224,6 +224,23 @@ def test_published_heads_copy_without_waiting(device: StandIn, tmp_path: Path, k
     assert not [wait for wait in device.waits if "blocking" in wait]
 
 
+@pytest.mark.parametrize("kind", ["z-lab", "dspark rnn"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_published_heads_predict_the_cpus_trees_where_passes_are_replayed(
+    device: StandIn, tmp_path: Path, kind: str, rows: int
+) -> None:
+    """A block comes first in its row, and padding behind its context."""
+    target, head = tiny_llama(3, num_hidden_layers=LAYERS), load(random_head(tmp_path / "head", kind, 0)[0])
+    options = {"max_new_tokens": 24, **GREEDY}
+    wanted = SpeculativeDecoder(target, None, [head], TREE, compile=False).generate(PROMPTS[:rows], **options)
+    decoder = SpeculativeDecoder(target.to(DEVICE), None, [head], TREE, compile=False, graphs=True)
+    found = decoder.generate(PROMPTS[:rows], **options)
+    assert ids(found) == ids(wanted)
+    trees = [[[*map(int, step.tree.tokens)] for row in results for step in row.steps] for results in (found, wanted)]
+    assert trees[0] == trees[1]
+    assert device.launches["graph"] > 1
+
+
 @pytest.mark.parametrize("warper", [{"eta_cutoff": 0.01}, {"top_h": 0.4}], ids=str)
 @pytest.mark.parametrize("draft", ["recycling", "head"])
 def test_drafts_on_both_devices_use_the_targets_warpers(

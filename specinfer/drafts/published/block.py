@@ -135,11 +135,11 @@ def lay_out_blocks(
         size: slots of a block.
         counts: tokens of each row's new context; they come before the root.
         device: of the layout.
-        width: as `lay_out_chains`.
+        width: nodes that each row is padded to, behind its own, for a head's block comes first; 0 = none is.
     """
     block = [mask_token] * (size - 1)
     chains = [[root, *block, *[0] * count] for root, count in zip(roots, counts, strict=True)]
-    layout = lay_out_chains(chains, device, width)
+    layout = lay_out_chains(chains, device, width, at_end=False)
     columns, count = layout.columns, on_device(list(counts), device)
     is_slot, every = columns < size, torch.arange(layout.visible.shape[1], device=device)
     within = every < size + count[layout.rows, None]
