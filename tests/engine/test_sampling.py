@@ -373,7 +373,7 @@ def test_a_length_takes_the_place_of_the_models_own():
     assert settings.budget(10) == 40
     with pytest.raises(SamplingError, match="min_new_tokens=7 exceeds max_new_tokens=5"):
         resolve(config, min_new_tokens=7)
-    with pytest.raises(SamplingError, match="min_new_tokens=200 exceeds the 128 .*: give max_new_tokens"):
+    with pytest.raises(SamplingError, match=r"min_new_tokens=200 exceeds the 128 .*: give max_new_tokens"):
         resolve(GenerationConfig(), min_new_tokens=200)
 
 
