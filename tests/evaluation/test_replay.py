@@ -343,6 +343,15 @@ def test_drafts_that_draw_nothing_or_one_token_are_bounded():
         assert best_acceptance(p, torch.tensor([1.0, 0.0]), 2, replacement).tolist() == pytest.approx([0.3, 0.3])
 
 
+def test_a_text_in_which_nothing_was_drafted_has_no_share_of_the_best(recwarn):
+    """Of two texts; the interval is the other one's, which no draw of texts changes."""
+    decoder = SpeculativeDecoder(tiny_llama(), byte_tokenizer(), ["ngram"])
+    trace = record(decoder, [[1] * 9, [2]], max_new_tokens=2, temperature=1.0, seed=3, nodes=0, depth=2, draws=2)
+    value, low, high = replay(trace, Sampled((2, 2))).bound.share
+    assert 0 < value == low == high
+    assert not recwarn.list
+
+
 def test_a_replay_says_how_close_to_the_best_rule_it_comes():
     """A chain of speculative sampling is the best; wider levels are not; what the trace cannot bound has no bound."""
     trace = trace_of(temperature=0.8)

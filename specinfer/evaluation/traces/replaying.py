@@ -184,8 +184,9 @@ def _replayed(
     if bounds is not None:
         pairs = np.array([begun @ bounds(text) for begun, text in zip(visits, trace.texts, strict=True)])
         accepted, most = pairs[:, 0], pairs[:, 1]  # (texts, depth) each
-        if most.sum() > 0:  # not if it is unknown
-            bound = Bound(accepted.sum(0) / steps.sum(), most.sum(0) / steps.sum(), ratio(accepted.sum(1), most.sum(1)))
+        if (told := most.sum(1) > 0).any():  # not if it is unknown
+            share = ratio(accepted[told].sum(1), most[told].sum(1))  # of texts in which anything was drafted
+            bound = Bound(accepted.sum(0) / steps.sum(), most.sum(0) / steps.sum(), share)
     tokens = np.array([len(text.token_ids) for text in trace.texts])
     names = tuple(trace.drafts[draft] for draft in drafts)
     return Replay(repr(policy), rule, names, how, tokens, steps, reached.sum(0) / steps.sum(), bound)
