@@ -191,6 +191,22 @@ def test_a_gap_that_rounding_explains_is_told_and_not_raised(decoder, target, mo
     assert [step.path for step in inspection.steps] == [step.path for step in result.steps]
 
 
+def test_rounding_may_move_a_token_across_the_edge_of_top_k(decoder, target, monkeypatch):
+    """The distance from the edge counts then; tokens that other options would keep are far from it."""
+    rescoring, options = specinfer.evaluation.inspect.rescoring, {"temperature": 1.5, "top_k": 4}
+    noisy = SpeculativeDecoder(like(target, noise=0.02), drafts=["ngram"])
+    results = [decoder.generate(PROMPTS[0], max_new_tokens=24, seed=seed, **options) for seed in range(8)]
+    with monkeypatch.context() as coarse:
+        coarse.setitem(rescoring.ROUNDING, torch.float64, 0.3)
+        found = [each for result in results for each in inspect(noisy, result, **options).differences]
+        assert all(difference.gap < difference.explained < 2 for difference in found)
+        coarse.setattr(rescoring, "_beyond_edge", lambda *_: (1.0, 0.0))
+        with pytest.raises(InputError, match="by inf nats"):
+            [inspect(noisy, result, **options) for result in results]
+    with pytest.raises(InputError, match="by inf nats"):
+        inspect(decoder, results[0], temperature=1.5, top_k=1)
+
+
 # ---- coins ----
 
 

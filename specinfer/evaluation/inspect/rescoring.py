@@ -11,6 +11,7 @@ lead to the tokens that were emitted.  Where rounding decided otherwise, it says
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -318,13 +319,25 @@ def _other_choices(view: RowView, step: Step) -> _Found:
     """Find where the target's choice along a step is not the token that was emitted."""
     for depth, (node, token) in enumerate(zip((0, *step.path), step.tokens, strict=False)):
         after = _After.of(view, node)
-        if after.best[0] != token:
-            gap = float(after.values[after.best[0]] - after.values[token])
-            yield view.base + depth, token, after.best[0], gap, _rounding(view, node)
+        if (chosen := after.best[0]) != token:
+            gaps = [(float(after.values[chosen] - after.values[token]), _rounding(view, node))]
+            gaps += [_beyond_edge(view, node, token, chosen)] if view.row.sampling else []
+            yield view.base + depth, token, chosen, *next((pair for pair in gaps if pair[0] <= pair[1]), gaps[0])
 
 
-def _rounding(view: RowView, node: int) -> float:
-    """Return the gap between two scores after a node, in nats, that rounding explains."""
-    scores = view.scores(node)
+def _beyond_edge(view: RowView, node: int, written: int, chosen: int) -> tuple[float, float]:
+    """Return how far a token is from the edge of what top_k, top_p ... keep, and how much of it rounding explains.
+
+    Rounding may have put the written token beyond the edge now, or the chosen one then: the nearer one counts.
+    """
+    logits, kept = view.logits[node], view.scores(node).isfinite()
+    gaps = [inf if kept[written] else logits[kept].min() - logits[written]]
+    gaps += [inf if kept.all() else logits[chosen] - logits[~kept].max()]
+    return min(abs(float(gap)) for gap in gaps), _rounding(view, node, logits)
+
+
+def _rounding(view: RowView, node: int, scores: Tensor | None = None) -> float:
+    """Return the gap between two scores after a node, or two of these, in nats, that rounding explains."""
+    scores = view.scores(node) if scores is None else scores
     finite = scores[scores.isfinite()]
     return ROUNDING.get(view.logits.dtype, 0.0) * float(finite.max() - finite.mean())
