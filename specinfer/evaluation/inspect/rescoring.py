@@ -311,7 +311,7 @@ def _other_coins(view: RowView, step: Step) -> _Found:
         if coin is None or ratio is None:
             continue
         if (coin < ratio) != (first == accepted) and not (first in later and coin >= ratio):  # it may have passed later
-            token, explained = int(tree.tokens[first]), ratio * _rounding(view, node)
+            token, explained = int(tree.tokens[first]), ratio * _rounding(view.scores(node), view.logits.dtype)
             yield view.base + int(tree.depths[node]), token, token, abs(coin - ratio), explained
 
 
@@ -320,7 +320,8 @@ def _other_choices(view: RowView, step: Step) -> _Found:
     for depth, (node, token) in enumerate(zip((0, *step.path), step.tokens, strict=False)):
         after = _After.of(view, node)
         if (chosen := after.best[0]) != token:
-            gaps = [(float(after.values[chosen] - after.values[token]), _rounding(view, node))]
+            ahead = float(after.values[chosen] - after.values[token])
+            gaps = [(ahead, _rounding(view.scores(node), view.logits.dtype))]
             gaps += [_beyond_edge(view, node, token, chosen)] if view.row.sampling else []
             yield view.base + depth, token, chosen, *next((pair for pair in gaps if pair[0] <= pair[1]), gaps[0])
 
@@ -333,11 +334,10 @@ def _beyond_edge(view: RowView, node: int, written: int, chosen: int) -> tuple[f
     logits, kept = view.logits[node], view.scores(node).isfinite()
     gaps = [inf if kept[written] else logits[kept].min() - logits[written]]
     gaps += [inf if kept.all() else logits[chosen] - logits[~kept].max()]
-    return min(abs(float(gap)) for gap in gaps), _rounding(view, node, logits)
+    return min(abs(float(gap)) for gap in gaps), _rounding(logits, logits.dtype)
 
 
-def _rounding(view: RowView, node: int, scores: Tensor | None = None) -> float:
-    """Return the gap between two scores after a node, or two of these, in nats, that rounding explains."""
-    scores = view.scores(node) if scores is None else scores
+def _rounding(scores: Tensor, computed: torch.dtype) -> float:
+    """Return the gap between two scores (of V), in nats, that rounding explains in the type that logits have."""
     finite = scores[scores.isfinite()]
-    return ROUNDING.get(view.logits.dtype, 0.0) * float(finite.max() - finite.mean())
+    return ROUNDING.get(computed, 0.0) * float(finite.max() - finite.mean())
