@@ -66,6 +66,8 @@ class HeadDraft(Draft):
         inverse_temperature: of its distribution against the target's noise (`DraftRows.ranked`).
     """
 
+    may_wait = True
+
     def __init__(
         self, head: HeadNetwork, fingerprint: Record, name: str = "head", inverse_temperature: float = 1.0
     ) -> None:

@@ -50,6 +50,8 @@ class ModelDraft(Draft):
         InputError: an unknown word for ``tokens``, or something that is no name or no tokenizer.
     """
 
+    may_wait = True
+
     def __init__(
         self,
         model: PreTrainedModel,

@@ -60,6 +60,7 @@ class OnlineHead(HeadDraft):
     budget: "Budget"
     student: "Student"
     learning: Lock  # held by the thread that learns
+    may_wait = False  # it learns from logits
 
     def __init__(self, draft: HeadDraft, share: float = SHARE) -> None:
         super().__init__(draft.head, draft.fingerprint, draft.name, draft.inverse_temperature)
@@ -137,7 +138,6 @@ class OnlineHeadSession(HeadDraftSession):
     """A head at work, whose rows are recorded."""
 
     per_row = (*HeadDraftSession.per_row, "recorders")
-    may_wait = False  # it learns from logits
 
     def __init__(self, model: TreeModel, draft: OnlineHead, context: DraftContext) -> None:
         super().__init__(model, draft.aux_layers, context, draft.inverse_temperature)

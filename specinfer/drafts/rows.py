@@ -37,7 +37,6 @@ class DraftRows(DraftSession):
     """The rows of a draft session that are still active."""
 
     per_row: tuple[str, ...] = ("lengths", "seeds", "couplings")  # attributes that are lists with an entry per row
-    may_wait = True  # not for sessions whose `commit` reads `scored`
     inverse_temperature = 1.0  # of the draft's distribution against the target's noise, see `ranked`
     token_ids: Tensor | None = None  # (V',) the target's ids for the draft's; None: the same
 

@@ -72,7 +72,6 @@ class DraftSession(ABC):
         prefill_seconds: wall-clock seconds in prefill passes.
         first_passes: how many passes took longer so far than others of their shapes will.
         limit: how many tokens the draft's context has; None if it has no end.
-        may_wait: whether steps in which it was not asked may be committed later, as one, without `scored`.
     """
 
     passes: int = 0
@@ -80,7 +79,6 @@ class DraftSession(ABC):
     prefill_seconds: float = 0.0
     first_passes: int = 0
     limit: int | None = None
-    may_wait: bool = False
 
     def source(self, roots: Sequence[int]) -> Source | None:
         """Return what a policy may ask in this step; None: nothing is known, and no row gets a tree.
@@ -204,6 +202,8 @@ class Draft(ABC):
         model: the `TreeModel` that it runs; None if it runs none, or not behind a mask.
         agreements: conventions that a published head may have, the one in use first, by agreement with the target.
         is_whole: whether it proposes its trees whole, and no policy may cut them.
+        may_wait: whether it may read rows when it is asked for the first time; then steps in which nobody asks it are
+            committed later, as one, without `scored`.
     """
 
     name: str
@@ -212,6 +212,7 @@ class Draft(ABC):
     model: object = None
     agreements: Sequence[tuple[str, list[float]]] = ()
     is_whole: bool = False
+    may_wait: bool = False
 
     @abstractmethod
     def open(self, context: DraftContext) -> DraftSession:

@@ -11,7 +11,9 @@ from functools import partial
 from itertools import accumulate, chain, compress, zip_longest
 from math import inf
 from time import perf_counter
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
 
 from specinfer.attention import TreeModel, TreeSession
 from specinfer.attention.model import PREFILL_CHUNK
@@ -58,64 +60,123 @@ class Decoder(Protocol):
 class Newcomers(NamedTuple):
     """Rows that drafts have no session for yet; per row, states at the last tokens before its root, and caches."""
 
-    rows: Sequence[Row] = ()
-    states: States = ()
-    caches: Sequence[Sequence[Cached]] = ()
+    rows: Sequence[Row]
+    states: States
+    caches: Sequence[Sequence[Cached]]
+
+
+@dataclass
+class Late:
+    """A row that a draft has not read: the target's states at its tokens, in parts, and caches to begin with."""
+
+    row: Row
+    states: list[Tensor | None]
+    caches: Sequence[Cached]
+    missed: bool = False  # a step in which nobody asked the draft
+
+
+class Unopened(DraftSession):
+    """The session of a draft that has read nothing yet."""
+
+    def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
+        """There is nothing to take note of."""
 
 
 class Drafting(Clocked):
     """A draft's session for B rows, with a clock.
 
     A draft often has a smaller context than its target.  A row that reaches its end gets bare roots from then on,
-    and its result says so.  Rows whose prompts the target's pass reads beside the trees of others join after that
-    pass.  What rows commit while nobody asks the draft is told to its session later, all at once.
+    and its result says so.  Drafts that may wait read a row's prompt when they are asked for the first time, and what
+    rows commit while nobody asks them is told to their session later, all at once.
 
     Args:
         draft: whose session it is.
-        context: to open it with.
-        open: opens one for other rows.
+        context: makes what the draft is told about new rows.
 
     Attributes:
-        proposing: seconds in its proposals (passes, look-ups, growing) without prefill.
-        inside: per row, whether the session still has it.
+        session: of the rows that it has read.
+        proposing: seconds in its proposals (passes, look-ups, growing), and in reading what it had missed.
+        opening: seconds in reading prompts, beyond those that the session counts.
+        inside: per row that it has read, whether the session still has it.
         notes: per row, where its result's notes are.
-        late: the last rows of the batch, if they join after the pass of this step.
+        late: the last rows of the batch, which it has not read.
+        unread: how many of them, the last ones, have prompts that the target's pass of this step reads to their ends.
         untold: by step, what was committed that the session was not told yet.
     """
 
-    def __init__(self, draft: Draft, context: DraftContext, open: Callable[[Newcomers], "Drafting"]) -> None:
-        self.session: DraftSession = draft.open(context)
-        self.draft, self.open, self.proposing, self.late = draft, open, 0.0, Newcomers()
-        self.inside = [True] * len(context.prompts)
-        self.notes: list[list[str]] = list(context.notes) or [[] for _ in self.inside]
+    def __init__(self, draft: Draft, context: Callable[[Newcomers], DraftContext]) -> None:
+        self.session: DraftSession = Unopened()
+        self.draft, self.context, self.proposing, self.opening = draft, context, 0.0, 0.0
+        self.inside: list[bool] = []
+        self.notes: list[list[str]] = []
+        self.late: list[Late] = []
+        self.unread = 0
         self.untold: list[tuple[Committed, States]] = []
         self._asked = False  # in this step
-        self._let_go()
+
+    @property
+    def prefill_seconds(self) -> float:  # type: ignore[override]
+        """Wall-clock seconds in which it read prompts."""
+        return self.session.prefill_seconds + self.opening
 
     def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
         """Return one tree per row, as the session grows them; bare roots for rows that have left or are late."""
         started, bare = perf_counter() - self.prefill_seconds, Forest(policy.kind, roots)
         self._tell()
+        self._open()
         self._asked = True
         grown = self.session.propose(policy, self._of_inside(roots), max_depth) if any(self.inside) else bare
         self.proposing += perf_counter() - self.prefill_seconds - started
         if len(grown) == len(bare):
             return grown
         trees = iter(grown)
-        inside = [*self.inside, *[False] * len(self.late.rows)]
+        inside = [*self.inside, *[False] * len(self.late)]
         return Forest.of([next(trees) if it else tree for it, tree in zip(inside, bare, strict=True)])
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
-        """Take note of what each row committed; rows whose context has ended leave, and late ones join."""
-        self.untold.append((tokens, states if self.draft.aux_layers else ()))  # what it does not read can be freed
-        if self.session.may_wait and not (self._asked or self.late.rows or None in tokens):
+        """Take note of what each row committed."""
+        known = len(self.inside)
+        states = states if self.draft.aux_layers else [None] * len(tokens)  # what it does not read can be freed
+        for late, new in zip(self.late, states[known:], strict=True):
+            late.states.append(new)
+            late.missed = late.missed or not self._asked
+        self.late, self.unread = [*compress(self.late, (new is not None for new in tokens[known:]))], 0
+        self.untold.append((tokens[:known], states[:known]))
+        if self._asked or not self.draft.may_wait or None in tokens[:known]:
+            self._tell(scored)
+        if not self.draft.may_wait:
+            self._open()
+
+    def take(self, newcomers: Newcomers, unread: bool) -> None:
+        """Take in rows, after the others.
+
+        Args:
+            newcomers: the rows.
+            unread: whether the target's pass of this step reads the ends of their prompts, whose states it needs.
+        """
+        for row, states, caches in zip(*newcomers, strict=True):
+            self.late.append(Late(row, [states if self.draft.aux_layers else None], caches))
+        self.unread = len(newcomers.rows) if unread else 0
+        if not self.draft.may_wait:
+            self._open()
+
+    def _open(self) -> None:
+        """Let the draft read the late rows, as far as the target has."""
+        started, before = perf_counter(), self.prefill_seconds
+        count = len(self.late) - self.unread
+        rows, self.late = self.late[:count], self.late[count:]
+        if not rows:
             return
-        known, late, self.late = len(self.inside), self.late, Newcomers()
-        self._tell(scored)
-        joining = [each for each in zip(*late, states[known:], strict=True) if not each[0].finished]
-        if joining:
-            rows, before, caches, new = zip(*joining, strict=True)
-            self.join(self.open(Newcomers(rows, [*map(concat, zip(before, new, strict=True))], caches)))
+        newcomers = Newcomers(*zip(*((late.row, concat(late.states), late.caches) for late in rows), strict=True))
+        session, notes = self.draft.open(self.context(newcomers)), [late.row.notes for late in rows]
+        inside = self._kept(session, notes)
+        if isinstance(self.session, Unopened):
+            self.session = session
+        elif any(inside):
+            self.session.join(session)
+        self.inside, self.notes = self.inside + inside, self.notes + notes
+        spent = 0.0 if any(late.missed for late in rows) else perf_counter() - started
+        self.opening += spent - (self.prefill_seconds - before)
 
     def _tell(self, scored: Sequence[Scored] = ()) -> None:
         """Tell the session what it was not told yet; rows that retire, or that it cannot continue, leave."""
@@ -128,17 +189,18 @@ class Drafting(Clocked):
         if None in tokens:
             kept = [new is not None for new in tokens]
             self.inside, self.notes = [*compress(self.inside, kept)], [*compress(self.notes, kept)]
-        self._let_go()
+        stay = iter(self._kept(self.session, self._of_inside(self.notes)))
+        self.inside = [inside and next(stay) for inside in self.inside]
 
     @property
     def batch(self) -> int:
         """Rows of the batch, late ones included."""
-        return len(self.inside) + len(self.late.rows)
+        return len(self.inside) + len(self.late)
 
     def read(self, row: int, ids: Sequence[int]) -> Cached | None:
         """Return what the draft has read of a row; of a late one, what it begins with."""
         if row >= len(self.inside):
-            return cache_of(self.draft.owner, self.late.caches[row - len(self.inside)])
+            return cache_of(self.draft.owner, self.late[row - len(self.inside)].caches)
         read = self.session.read(sum(self.inside[:row]), ids) if self.inside[row] else None
         return read and replace(read, owner=self.draft.owner)
 
@@ -149,30 +211,25 @@ class Drafting(Clocked):
         read = self.read(row, range(len(ids)))  # their number counts, and nothing is copied in every step
         return max(0, len(read.ids) - 1) if read else 0
 
-    def join(self, other: Self) -> None:
-        """Take in the rows of another session of the same draft, after the own ones."""
-        self._tell()
-        if any(other.inside):
-            self.session.join(other.session)
-        self.inside, self.notes = self.inside + other.inside, self.notes + other.notes
-
     def _of_inside(self, values: Sequence[Any]) -> list[Any]:
         """Return the values of rows that the session has, of one value for each row or of none."""
         return [value for value, inside in zip(values, self.inside, strict=False) if inside]
 
-    def _let_go(self) -> None:
-        """Drop the rows that the session cannot continue."""
-        rows = [row for row, inside in enumerate(self.inside) if inside]
-        ended = [levels <= 0 for levels in self.session.levels_left()] if rows and self.session.limit else []
+    def _kept(self, session: DraftSession, notes: Sequence[list[str]]) -> list[bool]:
+        """Let a session drop the rows that it cannot continue; return for each whether it is kept.
+
+        Args:
+            session: of the draft.
+            notes: of its rows.
+        """
+        ended = [levels <= 0 for levels in session.levels_left()] if notes and session.limit else []
         if not any(ended):
-            return
-        self.session.commit([None if over else () for over in ended], [None] * len(rows))
-        ended_at = f"its context of {self.session.limit} tokens has ended"
-        note = f"draft {self.draft.name}: {ended_at}, and it proposes nothing more"
-        for row, over in zip(rows, ended, strict=True):
-            self.inside[row] = not over
-            if over:
-                self.notes[row].append(note)
+            return [True] * len(notes)
+        session.commit([None if over else () for over in ended], [None] * len(notes))
+        ended_at = f"its context of {session.limit} tokens has ended"
+        for row in compress(notes, ended):
+            row.append(f"draft {self.draft.name}: {ended_at}, and it proposes nothing more")
+        return [not over for over in ended]
 
 
 @dataclass
@@ -183,20 +240,8 @@ class Openings:
     policy: Policy
     store: PrefixStore = field(default_factory=PrefixStore)
 
-    def target(self, rows: Sequence[Row], joining: bool = False) -> tuple[TreeSession, bool]:
-        """Open a session of the target for rows.
-
-        The pass of the next step reads the ends of prompts, before the trees, which saves a pass.  It does not where
-        drafts need their states earlier, nor beside other rows where that costs more: a pass that pads all rows to the
-        longest prompt, and fetches no weights, computes mostly padding.
-
-        Args:
-            rows: the sequences.
-            joining: whether they join others for the next step.
-
-        Returns:
-            the session, and whether the pass of the next step reads the ends of their prompts.
-        """
+    def target(self, rows: Sequence[Row], joining: bool = False) -> TreeSession:
+        """Open a session of the target for rows, which may join others for the next step."""
         model, aux_layers = self.decoder.target, self._aux_layers()
         longest, end = max(len(row.ids) for row in rows), _end(rows)
         # a grammar proposes as many nodes as a draft
@@ -210,12 +255,24 @@ class Openings:
         sizes = longest if joining else first, end + nodes, aux_layers, self.decoder.graphs
         target = self.store.open(model, texts, *sizes, owners=self._owners())
         target.cache.first_capacity = first
-        needed = aux_layers and not (joining and target.run.packs)
-        pads = joining and not (target.run.packs or model.dispatched)
-        return target, not (needed or pads or model.stateful)
+        return target
 
-    def draft(self, number: int, newcomers: Newcomers) -> Drafting:
-        """Open a session of a draft for rows.
+    def holds(self, target: TreeSession, joining: bool = False) -> bool:
+        """Whether the pass of the next step reads the ends of prompts, before the trees, which saves a pass.
+
+        It does not where drafts need their states earlier, nor beside other rows where that costs more: a pass that
+        pads all rows to the longest prompt, and fetches no weights, computes mostly padding.
+
+        Args:
+            target: the session of their rows.
+            joining: whether they join others for the next step.
+        """
+        asked = self.decoder.aux_layers and not self.policy.idle and not (joining and target.run.packs)
+        pads = joining and not (target.run.packs or target.model.dispatched)
+        return not (asked or self._searched() or pads or target.model.stateful)
+
+    def context(self, number: int, newcomers: Newcomers) -> DraftContext:
+        """Return what a draft is told about rows.
 
         Args:
             number: which.
@@ -226,7 +283,7 @@ class Openings:
         longest = max(len(row.ids) for row in rows)
         (usual, levels), (most, most_levels) = self._tree_sizes()
         sampled = [row for row in rows if row.sampling]
-        context = DraftContext(
+        return DraftContext(
             prompts=[list(row.ids) for row in rows],
             capacity=min(end, longest + FIRST_TOKENS) + size_bucket(1 + usual * min(levels, FIRST_LEVELS)),
             # a row may miss tokens that another has, and all get as many slots; best-first drops some nodes later
@@ -243,7 +300,6 @@ class Openings:
             notes=[row.notes for row in rows],
             predicted=[row.predicted for row in rows],
         )
-        return Drafting(draft, context, partial(self.draft, number))
 
     def coupled(self, rows: Sequence[Row]) -> bool:
         """Whether drafts rank by the rows' noise."""
@@ -274,15 +330,18 @@ class Reader:
     Args:
         openings: how to open it.
         rows: the sequences.
+        session: of the rows.
         beside: the session that they join, if they join others.
 
     Attributes:
         states: per row, the target's auxiliary hidden states at the last of the tokens that were read so far.
     """
 
-    def __init__(self, openings: Openings, rows: Sequence[Row], beside: TreeSession | None = None) -> None:
-        self.rows = rows
-        self.session, self.holds = openings.target(rows, joining=beside is not None)
+    def __init__(
+        self, openings: Openings, rows: Sequence[Row], session: TreeSession, beside: TreeSession | None = None
+    ) -> None:
+        self.rows, self.session = rows, session
+        self.holds = openings.holds(session, joining=beside is not None)
         self.begun: list[Beginning] = openings.store.begin(self.session, beside)
         self.states: States = [states for states, _ in self.begun]
         lengths = self.session.cache.lengths
@@ -319,16 +378,16 @@ class Sessions:
     def __init__(self, openings: Openings, rows: Sequence[Row]) -> None:
         decoder, self._openings = openings.decoder, openings
         self._joining: Reader | None = None
-        reader = Reader(openings, rows)
+        self.target = openings.target(rows)
+        self.drafts = [Drafting(draft, partial(openings.context, n)) for n, draft in enumerate(decoder.drafts)]
+        coupled, packs = openings.coupled(rows), self.target.run.packs
+        self.policy = openings.policy = openings.policy.begin(len(self.drafts), coupled, len(rows), packs)
+        reader = Reader(openings, rows, self.target)
         reader.read()
-        self.target, self.states = reader.session, reader.states
-        self.drafts = [openings.draft(number, reader.newcomers) for number in range(len(decoder.drafts))]
+        self.states = reader.states
+        self._draft(reader)
         if isinstance(self.target, StoringSession):
             self.target.follow(self.drafts)
-        coupled = openings.coupled(rows)
-        self.policy = openings.policy = openings.policy.begin(
-            len(self.drafts), coupled, len(rows), self.target.run.packs
-        )
 
     def join(self, rows: Sequence[Row], beside: bool) -> int:
         """Read prompts in order, and let their rows join; the time that this takes is prefill time.
@@ -350,7 +409,10 @@ class Sessions:
         most = (PREFILL_CHUNK if self.target.model.dispatched else CHUNK) if beside else None
         sizes = accumulate(len(row.text.prompt) for row in rows)
         count = len(rows) if most is None else max(1, sum(size <= most for size in sizes))
-        reader = self._joining = self._joining or Reader(self._openings, rows[:count], self.target)
+        if not self._joining:
+            session = self._openings.target(rows[:count], joining=True)
+            self._joining = Reader(self._openings, rows[:count], session, self.target)
+        reader = self._joining
         done = reader.read(most)
         reader.session.prefill_seconds = 0.0  # it is counted here, also of rows that do not join yet
         if done:
@@ -368,13 +430,14 @@ class Sessions:
 
     def _take(self, reader: Reader) -> None:
         """Let rows join whose prompts are read."""
-        self._joining, others = None, reader.session
+        self._joining = None
+        self._draft(reader)
+        self.target.join(reader.session)
+
+    def _draft(self, reader: Reader) -> None:
+        """Let drafts take in rows whose prompts are read."""
         for draft in self.drafts:
-            if any(others.unread) and others.aux_layers:  # not all states are known yet
-                draft.late = reader.newcomers
-            else:
-                draft.join(draft.open(reader.newcomers))
-        self.target.join(others)
+            draft.take(reader.newcomers, unread=any(reader.session.unread) and bool(draft.draft.aux_layers))
 
     @property
     def _prefill_seconds(self) -> float:
@@ -382,12 +445,12 @@ class Sessions:
 
 
 def _as_one(steps: Sequence[tuple[Committed, States]]) -> tuple[Committed, States]:
-    """Return steps that followed each other as a single one; the last may have more rows, which have just joined."""
+    """Return steps of the same rows, one after the other, as a single one."""
     if len(steps) == 1:
         return steps[0]
     tokens, states = zip(*steps, strict=True)
-    every = [None if row[-1] is None else [*chain(*row)] for row in zip(*tokens, strict=False)]
-    return every, [concat(row) for row in zip(*states, strict=False)]
+    every = [None if row[-1] is None else [*chain(*row)] for row in zip(*tokens, strict=True)]
+    return every, [concat(row) for row in zip(*states, strict=True)]
 
 
 def _end(rows: Sequence[Row]) -> int:

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from itertools import count, islice
+from math import inf
 from random import Random
 
 import pytest
@@ -287,6 +288,58 @@ def test_drafts_at_work_read_newcomers_alone(target, kind):
     wide = [rows for rows, width in widths if width > 40]
     assert len(wide) == 2
     assert set(wide) == {1}
+
+
+class Waiting(BestFirst):
+    """A policy that asks nobody in the first steps."""
+
+    left = 0  # how many
+
+    @property
+    def idle(self):
+        """Whether that is so in the next step."""
+        return Waiting.left > 0
+
+    def fit(self, trees):
+        """Count the step."""
+        Waiting.left -= 1
+        return super().fit(trees)
+
+
+@pytest.mark.parametrize("kind", ["model", "head", "merged", "suffix"])
+def test_drafts_that_nobody_asks_read_nothing(target, kind, monkeypatch):
+    """Neither prompts nor texts; and the target takes the passes that it takes without drafts."""
+    monkeypatch.setattr(Waiting, "left", inf)
+    passes = []
+    counted = target.register_forward_pre_hook(lambda *_: passes.append(None))
+    found, counts = [], []
+    for made in (decoder(target, DRAFTS[kind](target), Waiting(7, 4)), decoder(target, [], None)):
+        for draft in made.drafts:
+            draft.open = None
+        passes.clear()
+        found.append([result.token_ids for result in taken(made.generate_many(own(temperature=0), max_rows=3))])
+        counts.append(len(passes))
+    counted.remove()
+    assert found[0] == found[1]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5])
+def test_what_a_draft_reads_later_is_a_price_of_its_trees(target, steps, monkeypatch):
+    """A prompt that it reads in the first step is prefill; an adaptive policy learns what it costs to ask it later."""
+    made, now = decoder(target, DRAFTS["head"](target), Waiting(7, 4)), [0.0]
+    (draft,) = made.drafts
+    opening = draft.open
+
+    def slow(context):
+        now[0] += 100.0
+        return opening(context)
+
+    draft.open = slow
+    monkeypatch.setattr("specinfer.engine.sessions.perf_counter", lambda: now[0])
+    monkeypatch.setattr(Waiting, "left", steps)
+    stats = made.generate(PROMPTS[0], max_new_tokens=12, temperature=0).stats
+    assert (round(stats.seconds.prefill), round(stats.drafts[0].seconds)) == ((0, 100) if steps else (100, 0))
 
 
 # ---- caches ----

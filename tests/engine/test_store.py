@@ -15,7 +15,9 @@ from transformers import MistralConfig, MistralForCausalLM
 from specinfer import BestFirst, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, resumed
 from specinfer.common.tensors import concat
-from specinfer.drafts.rows import DraftRows
+from specinfer.drafts.head import HeadDraft
+from specinfer.drafts.language_model import ModelDraft
+from specinfer.drafts.lookup.suffix import LookupDraft
 from specinfer.engine.prefixes import LEAST, Prefix, cache_of
 from specinfer.engine.sessions import CHUNK
 from specinfer.engine.store import SHARE, STEPS, PrefixStore, Text
@@ -455,7 +457,8 @@ def test_drafts_that_are_told_late_propose_what_they_would_have(target, drafts, 
 
     found = []
     for waits in (True, False):
-        monkeypatch.setattr(DraftRows, "may_wait", waits)
+        for kind in (HeadDraft, ModelDraft, LookupDraft):
+            monkeypatch.setattr(kind, "may_wait", waits)
         made, steps, trees, late = decoder(target, drafts, Seldom(7, 4)), [], [], 0
         scheduler = made.scheduler()
         for prompt, new in zip(OTHERS, (12, 40, 33), strict=False):
@@ -465,8 +468,9 @@ def test_drafts_that_are_told_late_propose_what_they_would_have(target, drafts, 
             trees += [str(step.tree.tokens.tolist()) for _, step in steps[-1]]
             sessions = scheduler._batch._sessions if scheduler.active else None
             for draft in sessions.drafts if sessions else ():
-                late += len(draft.untold)
-                assert draft.draft.aux_layers or not any(states for _, states in draft.untold)
+                late += len(draft.untold) + len(draft.late)
+                held = [new for _, states in draft.untold for new in states if new is not None]
+                assert draft.draft.aux_layers or not held
         found.append(trees)
         assert waits == (late > 0)
     assert found[0] == found[1]

@@ -150,7 +150,6 @@ class LookaheadSession(DraftRows):
     """Lookahead at work: it grows no tree by asking for distributions, but proposes windows and guesses whole."""
 
     per_row = (*DraftRows.per_row, "windows")
-    may_wait = False  # the next window is made of the target's choices
 
     def __init__(self, context: DraftContext, draft: LookaheadDraft) -> None:
         super().__init__(context)

@@ -125,7 +125,6 @@ class RecyclingSession(DraftRows):
     """Token recycling at work: a `Source` of sparse distributions on the CPU."""
 
     per_row = (*DraftRows.per_row, "ends")
-    may_wait = False  # it learns from logits
     device = torch.device("cpu")
 
     def __init__(self, context: DraftContext, table: RecyclingTable) -> None:

@@ -48,6 +48,7 @@ class LookupDraft(Draft):
     power = 1.0
     resuming = False
     memory: Memory | None = None
+    may_wait = True
     special: frozenset[int] = frozenset()  # ids of special tokens
     template: Sequence[int] = ()  # with which the chat template begins every prompt
 

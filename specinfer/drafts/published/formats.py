@@ -65,6 +65,8 @@ class PublishedDraft(Draft):
         convention: how it is read; None measures that when it is attached.
     """
 
+    may_wait = True
+
     def __init__(
         self, name: str, network: Network, session: OpenSession, digest: str = "", convention: Convention | None = None
     ) -> None:
