@@ -67,11 +67,11 @@ class Newcomers(NamedTuple):
 
 @dataclass
 class Late:
-    """A row that a draft has not read: the target's states at its tokens, in parts, and caches to begin with."""
+    """A row that a draft has not read: the target's states at its tokens, in parts, and what it can begin with."""
 
     row: Row
     states: list[Tensor | None]
-    caches: Sequence[Cached]
+    known: Cached | None
     missed: bool = False  # a step in which nobody asked the draft
 
 
@@ -96,7 +96,7 @@ class Drafting(Clocked):
     Attributes:
         session: of the rows that it has read.
         proposing: seconds in its proposals (passes, look-ups, growing), and in reading what it had missed.
-        opening: seconds in reading prompts, beyond those that the session counts.
+        reading_seconds: spent on reading prompts, beyond those that the session counts.
         inside: per row that it has read, whether the session still has it.
         notes: per row, where its result's notes are.
         late: the last rows of the batch, which it has not read.
@@ -106,7 +106,7 @@ class Drafting(Clocked):
 
     def __init__(self, draft: Draft, context: Callable[[Newcomers], DraftContext]) -> None:
         self.session: DraftSession = Unopened()
-        self.draft, self.context, self.proposing, self.opening = draft, context, 0.0, 0.0
+        self.draft, self.context, self.proposing, self.reading_seconds = draft, context, 0.0, 0.0
         self.inside: list[bool] = []
         self.notes: list[list[str]] = []
         self.late: list[Late] = []
@@ -117,7 +117,7 @@ class Drafting(Clocked):
     @property
     def prefill_seconds(self) -> float:  # type: ignore[override]
         """Wall-clock seconds in which it read prompts."""
-        return self.session.prefill_seconds + self.opening
+        return self.session.prefill_seconds + self.reading_seconds
 
     def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
         """Return one tree per row, as the session grows them; bare roots for rows that have left or are late."""
@@ -135,14 +135,14 @@ class Drafting(Clocked):
 
     def commit(self, tokens: Committed, states: States = (), scored: Sequence[Scored] = ()) -> None:
         """Take note of what each row committed."""
-        known = len(self.inside)
+        known, asked, self._asked = len(self.inside), self._asked, False
         states = states if self.draft.aux_layers else [None] * len(tokens)  # what it does not read can be freed
         for late, new in zip(self.late, states[known:], strict=True):
             late.states.append(new)
-            late.missed = late.missed or not self._asked
+            late.missed = late.missed or not asked
         self.late, self.unread = [*compress(self.late, (new is not None for new in tokens[known:]))], 0
-        self.untold.append((tokens[:known], states[:known]))
-        if self._asked or not self.draft.may_wait or None in tokens[:known]:
+        self.untold += [(tokens[:known], states[:known])] if known else []
+        if asked or not self.draft.may_wait or None in tokens[:known]:
             self._tell(scored)
         if not self.draft.may_wait:
             self._open()
@@ -155,7 +155,9 @@ class Drafting(Clocked):
             unread: whether the target's pass of this step reads the ends of their prompts, whose states it needs.
         """
         for row, states, caches in zip(*newcomers, strict=True):
-            self.late.append(Late(row, [states if self.draft.aux_layers else None], caches))
+            known = cache_of(self.draft.owner, caches)
+            known = known and replace(known, ids=known.ids[: known.common(row.ids)])
+            self.late.append(Late(row, [states if self.draft.aux_layers else None], known))
         self.unread = len(newcomers.rows) if unread else 0
         if not self.draft.may_wait:
             self._open()
@@ -167,7 +169,8 @@ class Drafting(Clocked):
         rows, self.late = self.late[:count], self.late[count:]
         if not rows:
             return
-        newcomers = Newcomers(*zip(*((late.row, concat(late.states), late.caches) for late in rows), strict=True))
+        read = ((late.row, concat(late.states), [late.known] if late.known else ()) for late in rows)
+        newcomers = Newcomers(*zip(*read, strict=True))
         session, notes = self.draft.open(self.context(newcomers)), [late.row.notes for late in rows]
         inside = self._kept(session, notes)
         if isinstance(self.session, Unopened):
@@ -176,14 +179,14 @@ class Drafting(Clocked):
             self.session.join(session)
         self.inside, self.notes = self.inside + inside, self.notes + notes
         spent = 0.0 if any(late.missed for late in rows) else perf_counter() - started
-        self.opening += spent - (self.prefill_seconds - before)
+        self.reading_seconds += spent - (self.prefill_seconds - before)
 
     def _tell(self, scored: Sequence[Scored] = ()) -> None:
         """Tell the session what it was not told yet; rows that retire, or that it cannot continue, leave."""
         if not self.untold:
             return
         tokens, states = _as_one(self.untold)
-        self.untold, self._asked = [], False
+        self.untold = []
         if any(self.inside):
             self.session.commit(*(self._of_inside(values) for values in (tokens, states, scored)))
         if None in tokens:
@@ -200,7 +203,7 @@ class Drafting(Clocked):
     def read(self, row: int, ids: Sequence[int]) -> Cached | None:
         """Return what the draft has read of a row; of a late one, what it begins with."""
         if row >= len(self.inside):
-            return cache_of(self.draft.owner, self.late[row - len(self.inside)].caches)
+            return self.late[row - len(self.inside)].known
         read = self.session.read(sum(self.inside[:row]), ids) if self.inside[row] else None
         return read and replace(read, owner=self.draft.owner)
 

@@ -477,6 +477,28 @@ def test_drafts_that_are_told_late_propose_what_they_would_have(target, drafts, 
     assert any("," in tree for tree in found[0])
 
 
+@pytest.mark.parametrize("drafts", ["head", "model", "both"])
+def test_texts_that_no_draft_has_read_are_begun_with(target, drafts):
+    """One began as another, of which a draft has read more, and went on alone for longer than states are held."""
+
+    class Choosing(BestFirst):
+        idle = False
+
+    def run(prompt, store, idle=False):
+        Choosing.idle, scheduler = idle, made.scheduler(store=store)
+        request = scheduler.add(made.prepare(prompt, max_new_tokens=STEPS + 9, temperature=0))
+        trees = [str(step.tree.tokens.tolist()) for step in scheduler.stream(request)]
+        return request.row.ids, trees, request.row.text.cached
+
+    made, store = decoder(target, drafts, Choosing(7, 4)), PrefixStore()
+    run([*LONG, 7, 7, 3, 9, 12, 13], store)
+    ids, _, cached = run([*LONG, 40, 2], store, idle=True)
+    assert cached >= len(LONG) - 1
+    *found, cached = run([*ids[:-1], 77, 5], store)
+    assert cached >= len(ids) - 2
+    assert found == [*run([*ids[:-1], 77, 5], PrefixStore())][:2]
+
+
 def test_without_a_size_a_share_of_the_free_memory_is_taken(target, monkeypatch):
     made, store = decoder(target, "head"), PrefixStore()
     scheduler = made.scheduler(store=store)
