@@ -202,8 +202,8 @@ class Draft(ABC):
         model: the `TreeModel` that it runs; None if it runs none, or not behind a mask.
         agreements: conventions that a published head may have, the one in use first, by agreement with the target.
         is_whole: whether it proposes its trees whole, and no policy may cut them.
-        may_wait: whether it may read rows when it is asked for the first time; then steps in which nobody asks it are
-            committed later, as one, without `scored`.
+        may_wait: whether steps in which nobody asks it may be committed later, as one, without `scored`, and sessions
+            of its model be opened when it is asked for the first time.
     """
 
     name: str

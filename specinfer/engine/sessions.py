@@ -67,11 +67,11 @@ class Newcomers(NamedTuple):
 
 @dataclass
 class Late:
-    """A row that a draft has not read: the target's states at its tokens, in parts, and what it can begin with."""
+    """A row that a draft has not read: the target's states at its tokens, in parts, and caches to begin with."""
 
     row: Row
     states: list[Tensor | None]
-    known: Cached | None
+    caches: Sequence[Cached]
     missed: bool = False  # a step in which nobody asked the draft
 
 
@@ -86,8 +86,8 @@ class Drafting(Clocked):
     """A draft's session for B rows, with a clock.
 
     A draft often has a smaller context than its target.  A row that reaches its end gets bare roots from then on,
-    and its result says so.  Drafts that may wait read a row's prompt when they are asked for the first time, and what
-    rows commit while nobody asks them is told to their session later, all at once.
+    and its result says so.  What rows commit while nobody asks the draft is told to its session later, all at once, and
+    a model reads a row's prompt when it is asked for the first time, if the draft may wait.
 
     Args:
         draft: whose session it is.
@@ -101,6 +101,7 @@ class Drafting(Clocked):
         notes: per row, where its result's notes are.
         late: the last rows of the batch, which it has not read.
         unread: how many of them, the last ones, have prompts that the target's pass of this step reads to their ends.
+        patient: whether late rows wait until the draft is asked, as reading them takes passes.
         untold: by step, what was committed that the session was not told yet.
     """
 
@@ -110,7 +111,7 @@ class Drafting(Clocked):
         self.inside: list[bool] = []
         self.notes: list[list[str]] = []
         self.late: list[Late] = []
-        self.unread = 0
+        self.unread, self.patient = 0, draft.may_wait and draft.model is not None
         self.untold: list[tuple[Committed, States]] = []
         self._asked = False  # in this step
 
@@ -144,7 +145,7 @@ class Drafting(Clocked):
         self.untold += [(tokens[:known], states[:known])] if known else []
         if asked or not self.draft.may_wait or None in tokens[:known]:
             self._tell(scored)
-        if not self.draft.may_wait:
+        if not self.patient:
             self._open()
 
     def take(self, newcomers: Newcomers, unread: bool) -> None:
@@ -155,11 +156,9 @@ class Drafting(Clocked):
             unread: whether the target's pass of this step reads the ends of their prompts, whose states it needs.
         """
         for row, states, caches in zip(*newcomers, strict=True):
-            known = cache_of(self.draft.owner, caches)
-            known = known and replace(known, ids=known.ids[: known.common(row.ids)])
-            self.late.append(Late(row, [states if self.draft.aux_layers else None], known))
+            self.late.append(Late(row, [states if self.draft.aux_layers else None], caches))
         self.unread = len(newcomers.rows) if unread else 0
-        if not self.draft.may_wait:
+        if not self.patient:
             self._open()
 
     def _open(self) -> None:
@@ -169,8 +168,7 @@ class Drafting(Clocked):
         rows, self.late = self.late[:count], self.late[count:]
         if not rows:
             return
-        read = ((late.row, concat(late.states), [late.known] if late.known else ()) for late in rows)
-        newcomers = Newcomers(*zip(*read, strict=True))
+        newcomers = Newcomers(*zip(*((late.row, concat(late.states), late.caches) for late in rows), strict=True))
         session, notes = self.draft.open(self.context(newcomers)), [late.row.notes for late in rows]
         inside = self._kept(session, notes)
         if isinstance(self.session, Unopened):
@@ -203,13 +201,19 @@ class Drafting(Clocked):
     def read(self, row: int, ids: Sequence[int]) -> Cached | None:
         """Return what the draft has read of a row; of a late one, what it begins with."""
         if row >= len(self.inside):
-            return self.late[row - len(self.inside)].known
+            return cache_of(self.draft.owner, self.late[row - len(self.inside)].caches)
         read = self.session.read(sum(self.inside[:row]), ids) if self.inside[row] else None
         return read and replace(read, owner=self.draft.owner)
 
     def needs(self, row: int, ids: Sequence[int]) -> int:
-        """Return the first token of a row whose states the draft may need; those of a row that it has left are none."""
-        if not self.draft.aux_layers or (row < len(self.inside) and not self.inside[row]):
+        """Return the first token of a row whose states the draft may need.
+
+        It needs none of a row that it has left, and all of a late one, which may share less with its caches than is in
+        them.
+        """
+        if row >= len(self.inside):
+            return 0 if self.draft.aux_layers else len(ids)
+        if not (self.draft.aux_layers and self.inside[row]):
             return len(ids)
         read = self.read(row, range(len(ids)))  # their number counts, and nothing is copied in every step
         return max(0, len(read.ids) - 1) if read else 0
