@@ -7,10 +7,12 @@ Each adversary is sure of its tokens.  "never right" always proposes wrong ones;
 is right until it was asked eight times, then wrong in the next eight, and so on; "1 of 3" is right every third time.  A
 level takes as many seconds as ``--level`` says.  No text ends before it has all tokens (``min_new_tokens``).  Methods
 take turns, prompt by prompt; texts have equal ids.  The rate is of all prompts after the first one, from whose text
-costs are learnt.
+costs are learnt.  "median" and "worst" are of single prompts, which a busy minute of the machine falsifies less, and
+more.
 """
 
 from collections.abc import Callable, Sequence
+from statistics import median
 from time import perf_counter, sleep
 from typing import Any
 
@@ -88,7 +90,7 @@ def main() -> None:
     model, tokenizer = load_target(args.target, "auto")
     plain = SpeculativeDecoder(model, tokenizer, [], None)
     decoders = {name: SpeculativeDecoder(model, tokenizer, [Adversary(name, args.level)]) for name in ADVERSARIES}
-    spent = {name: [0.0, 0.0] for name in decoders}  # seconds, and those of plain decoding beside it
+    spent: dict[str, list[tuple[float, float]]] = {name: [] for name in decoders}  # by prompt; plain decoding's beside
     asked, tokens = dict.fromkeys(decoders, 0), 0
     options = {"max_new_tokens": args.max_new_tokens, "min_new_tokens": args.max_new_tokens}
     for number, prompt in enumerate(read_prompts(args.prompts, args.count)):
@@ -102,11 +104,13 @@ def main() -> None:
             if ids != text:
                 raise SystemExit(f"{name}: other ids than plain decoding's")
             if number:
-                spent[name][0] += seconds
-                spent[name][1] += usual
+                spent[name].append((seconds, usual))
                 asked[name] += draft.asked
-    for name, (seconds, usual) in spent.items():
-        print_rows([{"adversary": name, "tokens": tokens, "asked": asked[name], "slower by": seconds / usual - 1}])
+    for name, pairs in spent.items():
+        seconds, usual = map(sum, zip(*pairs, strict=True))
+        each = [own / plain - 1 for own, plain in pairs]
+        row = {"adversary": name, "tokens": tokens, "asked": asked[name], "slower by": seconds / usual - 1}
+        print_rows([{**row, "median": median(each), "worst": max(each)}])
 
 
 if __name__ == "__main__":

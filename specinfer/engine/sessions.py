@@ -168,6 +168,7 @@ class Drafting(Clocked):
         rows, self.late = self.late[:count], self.late[count:]
         if not rows:
             return
+        self._tell()
         newcomers = Newcomers(*zip(*((late.row, concat(late.states), late.caches) for late in rows), strict=True))
         session, notes = self.draft.open(self.context(newcomers)), [late.row.notes for late in rows]
         inside = self._kept(session, notes)

@@ -448,7 +448,9 @@ def test_states_that_were_read_are_dropped_while_a_text_goes_on(target):
 
 @pytest.mark.parametrize("drafts", ["head", "model", "both"])
 def test_drafts_that_are_told_late_propose_what_they_would_have(target, drafts, monkeypatch):
-    """After steps in which nobody asked them, some of them the last ones of a row; and they hold no states unread."""
+    """After steps in which nobody asked them, some of them the last ones of a row, or the first ones of another; and
+    they hold no states unread.
+    """
 
     class Seldom(BestFirst):
         @property
@@ -461,9 +463,13 @@ def test_drafts_that_are_told_late_propose_what_they_would_have(target, drafts, 
             monkeypatch.setattr(kind, "may_wait", waits)
         made, steps, trees, late = decoder(target, drafts, Seldom(7, 4)), [], [], 0
         scheduler = made.scheduler()
-        for prompt, new in zip(OTHERS, (12, 40, 33), strict=False):
-            scheduler.add(made.prepare(prompt, max_new_tokens=new, temperature=0))
-        while not scheduler.idle:
+        asked = [
+            made.prepare(prompt, max_new_tokens=new, temperature=0)
+            for prompt, new in zip(OTHERS, (12, 40, 33, 30, 20), strict=True)
+        ]
+        while asked or not scheduler.idle:
+            for _ in range(min(len(asked), (len(steps) % 3 == 0) + 2 * (not steps))):
+                scheduler.add(asked.pop(0))
             steps.append(scheduler.step())
             trees += [str(step.tree.tokens.tolist()) for _, step in steps[-1]]
             sessions = scheduler._batch._sessions if scheduler.active else None
