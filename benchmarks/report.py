@@ -77,9 +77,10 @@ def attempt(measure: Callable[[], list[Row]]) -> tuple[list[Row], str, bool]:
 
 
 def free() -> None:
-    """Give back memory that nothing uses."""
-    gc.collect()
-    torch.cuda.empty_cache()
+    """Give back a GPU's memory that nothing uses."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 def table(name: str, rows: Sequence[Row], columns: Sequence[str]) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import io
+import logging
 import multiprocessing
 import os
 import sys
@@ -18,6 +20,7 @@ import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE, WordPiece
 from torch._inductor import config as inductor
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specinfer import TokenTree, check_model, cli
@@ -173,6 +176,23 @@ def copied(function: Callable[..., Any], *args: Any, **options: Any) -> Iterator
         process.join()
 
 
+def launched(function: Callable[..., Any], *args: Any) -> int | None:
+    """Call a function in two processes that torchrun's launcher starts, copies of this one; return its exit code."""
+
+    def call() -> None:
+        torch.set_num_threads(1)  # those of the pool are not copied
+        function(*args)
+
+    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", start_method="fork")
+    config.max_restarts = 0
+    launcher = multiprocessing.get_context("fork").Process(target=elastic_launch(config, call))
+    launcher.start()
+    launcher.join(100)
+    launcher.terminate()  # which ends what it started
+    launcher.join()
+    return launcher.exitcode
+
+
 def run_command(*arguments: Any) -> None:
     """Do what the command line does."""
     sys.argv = ["specinfer", *map(str, arguments)]
@@ -280,6 +300,15 @@ def waits(monkeypatch: Any) -> list[str]:
     for name in ("cpu", "item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
         monkeypatch.setattr(torch.Tensor, name, counting(name))
     return seen
+
+
+@pytest.fixture
+def logged() -> Iterator[io.StringIO]:
+    """What specinfer warns of (pytest's own fixture looks through all loggers in every test)."""
+    text, logger = io.StringIO(), logging.getLogger("specinfer")
+    logger.addHandler(handler := logging.StreamHandler(text))
+    yield text
+    logger.removeHandler(handler)
 
 
 @pytest.fixture(scope="module")

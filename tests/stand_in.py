@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -31,6 +32,8 @@ INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 CROSSING = {"where", "masked_fill", "masked_fill_", "fill_"}  # beside pointwise operators: these take the CPU's numbers
 BARE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}  # memory alone: nothing is launched
 VALUES = {torch.tensor, torch.as_tensor, torch.asarray}
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # of operators that are made of others
+LISTS = list, tuple
 
 
 def on_device(tensor: Tensor) -> bool:
@@ -38,17 +41,34 @@ def on_device(tensor: Tensor) -> bool:
     return getattr(tensor.untyped_storage(), "stands_in", False)
 
 
-def mark(values: Any, there: bool = True) -> None:
-    """Say of all tensors among values where they are."""
-    for tensor in _tensors(values):
-        tensor.untyped_storage().stands_in = there
-
-
 def _tensors(values: Any) -> list[Tensor]:
     """Return the tensors among an operator's values, which may be lists (pytree would take half of all the time)."""
-    if isinstance(values, list | tuple):
-        return [tensor for value in values for tensor in _tensors(value)]
-    return [values] if isinstance(values, Tensor) else []
+    if isinstance(values, Tensor):
+        return [values]
+    found: list[Tensor] = []
+    for value in values if isinstance(values, LISTS) else ():
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, LISTS):
+            found += _tensors(value)
+    return found
+
+
+class Traits(NamedTuple):
+    """What is known of an operator."""
+
+    name: str
+    mutable: bool
+    composite: bool
+    takes_numbers: bool  # of the CPU, beside tensors on the device
+
+
+@cache
+def traits(func: Any) -> Traits:
+    """Return an operator's traits."""
+    name = func.overloadpacket.__name__
+    takes_numbers = name in CROSSING | INDEXING or torch.Tag.pointwise in func.tags
+    return Traits(name, func._schema.is_mutable, func.has_kernel_for_dispatch_key(COMPOSITE), takes_numbers)
 
 
 FREE = 1 << 32  # bytes of the device's memory
@@ -62,7 +82,6 @@ class StandIn:
         self.copies: Counter[str] = Counter()  # to the device, without waiting
         self.launches: Counter[str] = Counter()
         self.recorded: list[tuple[Any, ...]] | None = None  # operators, while a graph is captured
-        self.aside = False  # operators are the stand-in's own
 
     def reset(self) -> None:
         """Start counting anew."""
@@ -95,9 +114,9 @@ class StandIn:
             self.copied_in("to", non_blocking)
         else:
             self.wait("to")
-        with self._aside():
+        with _aside():
             copy = tensor.detach().to(dtype or tensor.dtype, copy=True)
-        mark(copy, there)
+        copy.untyped_storage().stands_in = there
         return copy
 
     def capture(self, run: graphs.Pass, inputs: graphs.Tensors) -> graphs.Replay:
@@ -112,22 +131,21 @@ class StandIn:
 
         def replay() -> tuple[Tensor, ...]:
             self.launches["graph"] += 1
-            with self._aside():
+            with _aside():
                 for func, args, kwargs, old in recorded:
-                    for was, new in zip(_tensors(old), _tensors(func(*args, **kwargs)), strict=True):
+                    for was, new in zip(old, _tensors(func(*args, **kwargs)), strict=True):
                         if was is not new:
                             was.copy_(new)
             return outputs
 
         return replay
 
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        self.aside = True
-        try:
-            yield
-        finally:
-            self.aside = False
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Operators are the stand-in's own: no mode sees them."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
 
 
 class _Generator(torch.Generator):
@@ -193,34 +211,34 @@ class _Operators(TorchDispatchMode):
         self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         tensors, asked = _tensors([*args, *kwargs.values()]), kwargs.get("device")
-        if self.device.aside or not (asked == MARKER or any(map(on_device, tensors))):
+        places = [on_device(tensor) for tensor in tensors]
+        if not (asked == MARKER or any(places)):
             return func(*args, **kwargs)
         if asked is not None:
-            kwargs["device"] = torch.device("cpu")
-        else:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        if asked not in (None, MARKER):
+            return func(*args, **kwargs)
+        name, mutable, composite, _ = traits(func)
+        if composite and asked is None:
             with self:
-                parts = func.decompose(*args, **kwargs)
-            if parts is not NotImplemented:
-                return parts
-        there = asked in (None, MARKER)
-        if there:
-            self._check(func, args, kwargs, tensors)
-        before = {id(tensor.untyped_storage()) for tensor in tensors}
+                return func._op_dk(COMPOSITE, *args, **kwargs)
+        self._check(func, args, kwargs, [tensor for tensor, there in zip(tensors, places, strict=True) if not there])
         result = func(*args, **kwargs)
-        name, found = func.overloadpacket.__name__, _tensors(result)
-        is_view = not func._schema.is_mutable and {id(tensor.untyped_storage()) for tensor in found} <= before
+        found = _tensors(result)
+        is_view = not mutable and all(map(on_device, found))  # memory that is new has no mark yet
         if not is_view:
-            mark(result, there)
-        is_work = found or func._schema.is_mutable  # on lists of tensors, which nothing is returned of
-        if is_work and there and not is_view and name not in BARE:
-            self.device.launch(name, (func, args, kwargs, result))
+            for tensor in found:
+                tensor.untyped_storage().stands_in = True
+        is_work = found or mutable  # on lists of tensors, which nothing is returned of
+        if is_work and not is_view and name not in BARE:
+            self.device.launch(name, (func, args, kwargs, found))
         return result
 
-    def _check(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
-        """Count what waits; raise RuntimeError for operands on two devices."""
-        name, away = func.overloadpacket.__name__, [tensor for tensor in tensors if not on_device(tensor)]
+    def _check(self, func: Any, args: Any, kwargs: Any, away: list[Tensor]) -> None:
+        """Count what waits; raise RuntimeError for operands on two devices, some of which are away."""
+        name = traits(func).name
         if name == "copy_":
             target, _, *non_blocking = args
             if on_device(target) and away:
@@ -238,8 +256,7 @@ class _Operators(TorchDispatchMode):
             away = [tensor for tensor in away if not any(tensor is index for index in indices)]
         if name in WAITING or (name == "repeat_interleave" and kwargs.get("output_size") is None):
             self.device.wait(name)
-        takes_numbers = name in CROSSING | INDEXING or torch.Tag.pointwise in func.tags
-        if any(tensor.dim() or not takes_numbers for tensor in away):
+        if any(tensor.dim() or not traits(func).takes_numbers for tensor in away):
             raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got {DEVICE} and cpu")
 
 

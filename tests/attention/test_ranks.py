@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PROMPTS, byte_tokenizer, like, tiny_llama
+from conftest import PROMPTS, byte_tokenizer, launched, like, run_command, tiny_llama
 from safetensors.torch import load_file
 from test_heads import draft_for
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -263,8 +263,8 @@ def start_all(folder):
             process.join()
 
 
-def launched(*program):
-    """Run a program in two processes by torchrun; return exit code, output and errors of all of them."""
+def torchrun(*program):
+    """Run a program in two processes by the command; return exit code, output and errors of all of them."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {
         **os.environ,
@@ -412,7 +412,7 @@ GENERATE = ["generate", TEXT, "--raw", "--device", "cpu", "--dtype", "float32"]
 
 def test_the_first_process_alone_prints_and_writes(folder, tmp_path, monkeypatch, capsys):
     command = [*GENERATE, "--target", folder, "--max-new-tokens", NEW, "--draft", "suffix", "--memory"]
-    split = launched("-m", "specinfer", *command, tmp_path / "split", "--tensor-parallel", 2)
+    split = torchrun("-m", "specinfer", *command, tmp_path / "split", "--tensor-parallel", 2)
     assert run(monkeypatch, capsys, *command, tmp_path / "whole") == 0
     out, err = capsys.readouterr()
     assert split[:2] == (0, out), split[2][-4000:]
@@ -421,9 +421,10 @@ def test_the_first_process_alone_prints_and_writes(folder, tmp_path, monkeypatch
     assert load_file(tmp_path / "split")["ids"].tolist() == load_file(tmp_path / "whole")["ids"].tolist()
 
 
-def test_an_error_of_all_processes_is_printed_once(folder):
-    command = ["-m", "specinfer", *GENERATE, "--target", folder, "--tensor-parallel", 2]
-    _, out, err = launched(*command, "--max-new-tokens", 10**6)
+def test_an_error_of_all_processes_is_printed_once(folder, capfd):
+    command = [*GENERATE, "--target", folder, "--tensor-parallel", 2]
+    assert launched(run_command, *command, "--max-new-tokens", 10**6) == 1
+    out, err = capfd.readouterr()
     assert out == ""
     assert err.count("specinfer: ") == 1
     assert "exceed the target's context" in err

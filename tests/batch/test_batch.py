@@ -68,7 +68,7 @@ def test_texts_are_those_of_generate(made, lines, tmp_path, temperature):
     assert json.loads(json.dumps(summary.to_dict()))["tokens_per_second"] > 0
 
 
-def test_what_is_there_is_not_made_again(made, lines, tmp_path, caplog):
+def test_what_is_there_is_not_made_again(made, lines, tmp_path, logged):
     """Nor does a model run for it.  A line that was cut off is made again; the other lines stay as they are."""
     out, options = tmp_path / "out", {"max_new_tokens": NEW, "temperature": 0}
     passes = []
@@ -88,7 +88,7 @@ def test_what_is_there_is_not_made_again(made, lines, tmp_path, caplog):
     assert len(passes) <= NEW + 1
     assert records(out) == whole
     assert path.read_bytes().startswith(before[:-20].rpartition(b"\n")[0])
-    assert "cut off" in caplog.text
+    assert "cut off" in logged.getvalue()
 
 
 def test_bad_prompts_are_reported_in_their_place(made, tmp_path):

@@ -256,13 +256,12 @@ def test_without_an_assistant_a_draft_that_is_a_language_model_assists(run, aske
         ({"assistant": "other"}, "'more' to the draft"),
     ],
 )
-def test_assisted_generation_is_left_out_where_it_cannot_run(run, caplog, options, reason):
+def test_assisted_generation_is_left_out_where_it_cannot_run(run, logged, options, reason):
     """With the reason: in a warning, in the records, in the summary, under the table."""
-    with caplog.at_level(logging.WARNING):
-        found = run(methods=("autoregressive", "assisted"), **options)
+    found = run(methods=("autoregressive", "assisted"), **options)
     assert all(list(record["methods"]) == ["autoregressive"] for record in found.records)
     assert list(found.summary()["skipped"]) == ["assisted"]
-    for told in (found.summary()["skipped"]["assisted"], " ".join(found.table().split()), caplog.text):
+    for told in (found.summary()["skipped"]["assisted"], " ".join(found.table().split()), logged.getvalue()):
         assert reason in told
 
 
@@ -364,7 +363,7 @@ def test_a_draft_that_reads_the_targets_states_keeps_its_taps_and_target(models)
 # ---- the folder ----
 
 
-def test_a_cut_file_is_continued(run, tmp_path, caplog):
+def test_a_cut_file_is_continued(run, tmp_path, logged):
     """Killed in the middle of a line: that prompt is measured again, and the counts are an uninterrupted run's."""
     options = {"methods": ("autoregressive", "tree"), "temperatures": (0.0, 1.0), "hits": True}
     whole = run(tmp_path, **options)
@@ -372,9 +371,8 @@ def test_a_cut_file_is_continued(run, tmp_path, caplog):
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:3]) + lines[3][:100])
 
-    with caplog.at_level(logging.WARNING):
-        again = run(tmp_path, progress=lambda _, done, total, __: left.append((done, total)), **options)
-    assert "the last line was cut off" in caplog.text
+    again = run(tmp_path, progress=lambda _, done, total, __: left.append((done, total)), **options)
+    assert "the last line was cut off" in logged.getvalue()
     assert left == [(done, 8) for done in range(3, 9)]
     assert timeless(again.records) == timeless(whole.records)
     assert path.read_bytes().splitlines(keepends=True)[:3] == lines[:3]
@@ -407,7 +405,7 @@ def test_a_killed_run_loses_nothing(on_disk, call, monkeypatch, max_rows):
     survived = path.read_bytes()
     assert 2 <= survived.count(b"\n") < PROMPTS_ON_DISK
     path.write_bytes(survived + b'{"set": "many", "pla')  # what a kill while writing leaves
-    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's, which would keep warnings from the terminal
+    monkeypatch.setattr(logging.root, "handlers", [])  # which would keep warnings from the terminal
     code, text, err = call(*options, "--out", out)
     assert (code, err.count("\n")) == (0, 1)
     assert f"{path}: the last line was cut off" in err
@@ -951,18 +949,17 @@ def mixed(tmp_path):
 
 
 @pytest.mark.parametrize("max_rows", [1, 4])
-def test_bad_prompts_are_reported_in_their_place_and_the_others_go_on(run, mixed, tmp_path, caplog, max_rows):
+def test_bad_prompts_are_reported_in_their_place_and_the_others_go_on(run, mixed, tmp_path, logged, max_rows):
     """They are not tried again, and the table names the first of them."""
     out, options = tmp_path / "out", {"prompts": [mixed], "count": 0, "temperatures": (0.0, 1.0)}
-    with caplog.at_level(logging.WARNING):
-        found = run(out, max_rows=max_rows, **options)
+    found = run(out, max_rows=max_rows, **options)
     refused = found.summary()["refused"]
     assert [refusal["id"] for refusal in refused] == [*BAD, str(len(BAD) + 2)]
     errors = {refusal["id"]: refusal["error"] for refusal in refused}
     for name, words in {"long": "context of 256", "blank": "is empty", "several": "list of prompts"}.items():
         assert f"prompt {name} of mixed: " in errors[name]
         assert words in errors[name]
-        assert f"prompt {name} of mixed is left out" in caplog.text
+        assert f"prompt {name} of mixed is left out" in logged.getvalue()
     assert found.summary()["records"] == 2 * 2
     assert [group["prompts"] for group in found.summary()["groups"]] == [2, 2]
     table = " ".join(found.table().split())

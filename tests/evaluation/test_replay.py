@@ -434,7 +434,7 @@ def test_a_folder_says_what_made_it_and_has_a_line_for_each_prompt(tmp_path):
     assert [(line["seed"], line["new_tokens"]) for line in lines] == [(4, 6), (5, 6), (6, 6)]
 
 
-def test_prompts_that_cannot_be_used_are_reported_in_their_place(tmp_path, caplog):
+def test_prompts_that_cannot_be_used_are_reported_in_their_place(tmp_path, logged):
     """The others' seeds are their own, nobody is asked twice, and the trace says it when it is read again."""
     bad = {1: "x" * 300, 2: " ", 4: 7, 5: "\ud800", 6: ["a", "b"], 7: [1, 999]}
     prompts = [bad.get(number, [5, 9, number]) for number in range(9)]
@@ -443,7 +443,7 @@ def test_prompts_that_cannot_be_used_are_reported_in_their_place(tmp_path, caplo
     assert list(made.refused) == list(bad)
     assert "context of 256" in made.refused[1]
     assert "is empty" in made.refused[2]
-    assert "prompt 1 is left out" in caplog.text
+    assert "prompt 1 is left out" in logged.getvalue()
     assert "3 texts, 18 tokens, 6 prompts refused" in repr(made)
     alone = record(decoder(), [[5, 9, 8]], seed=8, **sizes)
     assert same(made.texts[2], alone.texts[0])

@@ -16,6 +16,7 @@ import yaml
 
 import specinfer.loading
 from specinfer import cli
+from specinfer.drafts import head
 from specinfer.prompts import read_rows
 
 ROOT = Path(__file__).parents[2]
@@ -44,9 +45,10 @@ needs_weights = pytest.mark.skipif(not default_target_is_here(), reason="pip ins
 
 @pytest.fixture(scope="module")
 def loaded():
-    """Models are read once for all blocks, which takes longer than most of them."""
+    """Models are read once for all blocks, and the table of their tokens, which takes longer than most of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(specinfer.loading, "load", cache(specinfer.loading.load))
+        patch.setattr(head, "tokenizer_fingerprint", cache(head.tokenizer_fingerprint))
         yield
 
 

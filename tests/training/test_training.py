@@ -6,15 +6,13 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import byte_tokenizer, counted, plain, tiny_llama
+from conftest import byte_tokenizer, counted, launched, plain, run_command, tiny_llama
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -603,24 +601,23 @@ def test_a_bad_draft_folder_is_one_line(target, tokenizer, tmp_path, monkeypatch
     assert "\n" not in str(caught.value)
 
 
-def test_processes_of_a_launcher_share_the_steps(tmp_path):
+def test_processes_of_a_launcher_share_the_steps(tmp_path, monkeypatch, capfd):
     """Two of them need half the steps for as many epochs, and one of them speaks."""
     tiny_llama(spread=0.5).float().save_pretrained(tmp_path / "target")
     byte_tokenizer().save_pretrained(tmp_path / "target")
     (tmp_path / "prompts.txt").write_text("\n".join(WORDS) + "\n")
-    launch = (
-        "-m torch.distributed.run --standalone --nproc_per_node 2 -m specinfer distill --json --out made --drafts 1"
-    )
-    options = f"--target target --prompts prompts.txt --vocabulary 64 --epochs 12 --new-tokens {NEW} --device cpu"
-    done = subprocess.run(
-        [sys.executable, *f"{launch} {options}".split()],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (made,) = map(json.loads, done.stdout.splitlines())
+    monkeypatch.chdir(tmp_path)
+
+    def distil(*command):
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)  # that of the copied process, which was alone
+        run_command(*command)
+
+    command = f"distill --json --out made --drafts 1 --target target --prompts prompts.txt --new-tokens {NEW}"
+    options = "--vocabulary 64 --epochs 12 --device cpu"
+    assert launched(distil, *f"{command} {options}".split()) == 0
+    (made,) = map(json.loads, capfd.readouterr().out.splitlines())
     assert [draft["steps"] for draft in made["drafts"]] == [6]
 
 
