@@ -72,7 +72,6 @@ class Late:
     row: Row
     states: list[Tensor | None]
     caches: Sequence[Cached]
-    missed: bool = False  # a step in which nobody asked the draft
 
 
 class Unopened(DraftSession):
@@ -95,7 +94,7 @@ class Drafting(Clocked):
 
     Attributes:
         session: of the rows that it has read.
-        proposing: seconds in its proposals (passes, look-ups, growing), and in reading what it had missed.
+        proposing: seconds in its proposals (passes, look-ups, growing) without prefill.
         reading_seconds: spent on reading prompts, beyond those that the session counts.
         inside: per row that it has read, whether the session still has it.
         notes: per row, where its result's notes are.
@@ -140,7 +139,6 @@ class Drafting(Clocked):
         states = states if self.draft.aux_layers else [None] * len(tokens)  # what it does not read can be freed
         for late, new in zip(self.late, states[known:], strict=True):
             late.states.append(new)
-            late.missed = late.missed or not asked
         self.late, self.unread = [*compress(self.late, (new is not None for new in tokens[known:]))], 0
         self.untold += [(tokens[:known], states[:known])] if known else []
         if asked or not self.draft.may_wait or None in tokens[:known]:
@@ -177,8 +175,7 @@ class Drafting(Clocked):
         elif any(inside):
             self.session.join(session)
         self.inside, self.notes = self.inside + inside, self.notes + notes
-        spent = 0.0 if any(late.missed for late in rows) else perf_counter() - started
-        self.reading_seconds += spent - (self.prefill_seconds - before)
+        self.reading_seconds += perf_counter() - started - (self.prefill_seconds - before)
 
     def _tell(self, scored: Sequence[Scored] = ()) -> None:
         """Tell the session what it was not told yet; rows that retire, or that it cannot continue, leave."""
