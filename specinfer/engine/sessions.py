@@ -99,7 +99,7 @@ class Drafting(Clocked):
         inside: per row that it has read, whether the session still has it.
         notes: per row, where its result's notes are.
         late: the last rows of the batch, which it has not read.
-        unread: how many of them, the last ones, have prompts that the target's pass of this step reads to their ends.
+        unread: how many of them, the last ones, have states that the target's pass of this step tells.
         patient: whether late rows wait until the draft is asked, as reading them takes passes.
         untold: by step, what was committed that the session was not told yet.
     """
@@ -151,11 +151,11 @@ class Drafting(Clocked):
 
         Args:
             newcomers: the rows.
-            unread: whether the target's pass of this step reads the ends of their prompts, whose states it needs.
+            unread: whether the target's pass of this step reads the ends of their prompts.
         """
         for row, states, caches in zip(*newcomers, strict=True):
             self.late.append(Late(row, [states if self.draft.aux_layers else None], caches))
-        self.unread = len(newcomers.rows) if unread else 0
+        self.unread = len(newcomers.rows) if unread and self.draft.aux_layers else 0  # their states are not known yet
         if not self.patient:
             self._open()
 
@@ -442,7 +442,7 @@ class Sessions:
     def _draft(self, reader: Reader) -> None:
         """Let drafts take in rows whose prompts are read."""
         for draft in self.drafts:
-            draft.take(reader.newcomers, unread=any(reader.session.unread) and bool(draft.draft.aux_layers))
+            draft.take(reader.newcomers, unread=any(reader.session.unread))
 
     @property
     def _prefill_seconds(self) -> float:
