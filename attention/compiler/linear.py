@@ -102,21 +102,29 @@ def fits(weight: Tensor, form: str) -> bool:
 def pack(weights: Sequence[Tensor], form: str) -> Tensor:
     """Return weights (N_i, K) as one packed weight (sum of N_i, K), of `packed_shape` unless the form is "packed".
 
+    It may be a view of them in another order: whoever keeps it copies it.
+
     Raises:
         ValueError: the form is "bf16", and a number is not a bfloat16 number.
     """
     if form == "packed":
-        joined = torch.cat([weight.detach() for weight in weights]) if len(weights) > 1 else weights[0].detach()
+        joined = _joined([weight.detach() for weight in weights])
         return pack_weight(joined, ROWS[joined.dtype])
     if form == "bf16" and not all(map(_is_bfloat16, weights)):
         raise ValueError("not all are bfloat16 numbers any more")
     if form == "dynamic_int8":
-        lines = _rounded_lines(torch.cat([weight.detach().float() for weight in weights]))
+        lines = _rounded_lines(_joined([weight.detach().float() for weight in weights]))
     else:
-        lines = torch.cat([weight.detach().bfloat16() for weight in weights])
-    blocks = functional.pad(lines, (0, 0, 0, -len(lines) % BLOCK)).unflatten(0, (-1, BLOCK))
+        lines = _joined([weight.detach().bfloat16() for weight in weights])
+    missing = -len(lines) % BLOCK
+    blocks = (functional.pad(lines, (0, 0, 0, missing)) if missing else lines).unflatten(0, (-1, BLOCK))
     words = blocks if form == "dynamic_int8" else blocks.unflatten(2, (-1, 2))
-    return words.transpose(1, 2).contiguous()
+    return words.transpose(1, 2)
+
+
+def _joined(weights: Sequence[Tensor]) -> Tensor:
+    """Return weights (N_i, K) one after the other; a single one, perhaps of a gigabyte, is not copied."""
+    return torch.cat([*weights]) if len(weights) > 1 else weights[0]
 
 
 def _rounded_lines(weight: Tensor) -> Tensor:

@@ -458,6 +458,8 @@ def test_forms_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     for output in (0, 1, 16, 31, 32, 39):
         assert found[output // 32, :, output % 32].flatten().equal(numbers[output].bfloat16())
     assert not found[1, :, 8:].any()  # beyond the last output
+    whole = numbers[:32].bfloat16()
+    assert pack([whole], "bf16").data_ptr() == whole.data_ptr()  # copied once, by whoever keeps it
     assert not fits(numbers[:, :15], "bf16")  # pairs of inputs
 
 
