@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cache, cached_property, partial
-from itertools import islice
+from itertools import chain, islice
 from math import inf
 from pathlib import Path
 from typing import Any, TypeGuard, Unpack, cast, overload
@@ -245,7 +245,8 @@ class SpeculativeDecoder:
             memory=memory,
             online=online,
         )
-        give_back(loaded.model.parameters() if made.target.ways.fast else ())  # which has packed them
+        packed = [network.model.parameters() for network in made.networks if network.ways.fast]  # which read copies
+        give_back(chain.from_iterable(packed))
         return made
 
     def __repr__(self) -> str:

@@ -8,6 +8,7 @@ import gc
 import json
 import os
 import shutil
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import torch
 from conftest import EOS_TEXT, PROMPTS, VOCAB, byte_tokenizer, copied, tiny_llama
 from test_families import EXACT, build
 from test_heads import draft_for
+from test_memory import in_memory
 from torch import nn
 from torch.nn.utils import parametrize
 from typer.testing import CliRunner
@@ -90,6 +92,18 @@ def test_what_is_compiled_is_found_and_said() -> None:
     assert "not compiled, as asked" in plain.passes
     with pytest.raises(InputError, match="compile='yes'"):
         decoder(float_llama(), compile="yes")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system does not say what of a file is in memory")
+def test_weights_that_were_packed_are_not_held_twice(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("target", "draft")]
+    for seed, folder in enumerate(folders):
+        float_llama(seed).save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+    for mode in ("auto", False):
+        made = SpeculativeDecoder.from_pretrained(folders[0], [str(folders[1])], TREE, dtype="float32", compile=mode)
+        held = [in_memory(folder / "model.safetensors") > 0 for folder in folders]
+        assert held == [network.ways.fast is None for network in made.networks] == [not mode] * 2
 
 
 @pytest.mark.parametrize("options", [GREEDY, SAMPLED])
