@@ -487,12 +487,14 @@ class SpeculativeDecoder:
         settings *= len(prompts.rows) // len(settings)
         budgets = [setting.budget(len(row)) for setting, row in zip(settings, prompts.rows, strict=True)]
         self.check_lengths(prompts.rows, budgets, trees=1 if grammar is None else 2)
-        sequences = settings[0].sequences
+        sequences, seed = settings[0].sequences, ours.get("seed")
+        if seed is None and not any(setting.do_sample for setting in settings):
+            seed = 0  # torch's generator stays as it is where no token is drawn
         requests = make_requests(
             self,
             prompts.rows,
             settings,
-            row_seeds(ours.get("seed"), len(prompts.rows), self.target.ranks, sequences),
+            row_seeds(seed, len(prompts.rows), self.target.ranks, sequences),
             sequences=sequences,
             notes=prompts.notes,
             logprobs=checked_logprobs(ours.get("logprobs", False)),

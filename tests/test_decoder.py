@@ -415,6 +415,15 @@ def test_bad_options_are_refused_by_name_before_a_model_runs(target, options):
     assert not passes
 
 
+@pytest.mark.parametrize("tree", [None, BestFirst(4, 2), Sampled((2, 1))], ids=str)
+def test_only_sampling_without_a_seed_draws_from_torchs_generator(target, tree):
+    decoder = SpeculativeDecoder(target, drafts=[target] if tree else [], tree=tree)
+    for options, draws in (({}, False), ({"temperature": 1.0, "seed": 1}, False), ({"temperature": 1.0}, True)):
+        before = torch.get_rng_state()
+        decoder.generate([[1, 2], [3]], max_new_tokens=3, **options)
+        assert torch.equal(before, torch.get_rng_state()) != draws
+
+
 @pytest.mark.parametrize("seed", [[1], [1, 2, 3], [1, True], True, 1.5, "12", [1, 2.0]])
 def test_bad_seeds_are_refused_before_a_model_runs(target, seed):
     """A seed is a whole number, or one per row."""
