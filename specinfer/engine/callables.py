@@ -31,6 +31,7 @@ from transformers import generation
 from specinfer.attention.torch_private import writes
 from specinfer.common.tensors import on_device
 from specinfer.common.values import plain
+from specinfer.engine.excluded import MinLength, MinNewTokens, SuppressTokens
 from specinfer.engine.penalties import FrequencyPenalty, PresencePenalty
 from specinfer.errors import SamplingError
 
@@ -53,7 +54,7 @@ PREFIX_FREE = (
 # All that remember nothing from call to call, and look at each row by itself.
 STATELESS = (
     *PREFIX_FREE,
-    *(PresencePenalty, FrequencyPenalty),
+    *(PresencePenalty, FrequencyPenalty, MinLength, MinNewTokens, SuppressTokens),
     *(generation.SequenceBiasLogitsProcessor, generation.SuppressTokensLogitsProcessor),
     *(generation.NoRepeatNGramLogitsProcessor, generation.NoBadWordsLogitsProcessor),
     *(generation.MinLengthLogitsProcessor, generation.MinNewTokensLengthLogitsProcessor),
@@ -122,6 +123,8 @@ class RowFunction:
         together = [[i for i, path in enumerate(paths) if len(path) == length] for length in lengths]
         for rows in together if self.stateless else [[i] for i in range(len(paths))]:
             ids = on_device([[*padding, *paths[i]] for i in rows], scores.device)
+            if len(rows) == len(paths):
+                return self.scores(ids, scores)
             indices = on_device(rows, scores.device)
             scores[indices] = self.scores(ids, scores[indices])
         return scores

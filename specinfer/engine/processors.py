@@ -18,6 +18,7 @@ from transformers.generation import logits_process as hf
 
 from specinfer.engine.callables import Function, RowFunction
 from specinfer.engine.constraint import Constraint
+from specinfer.engine.excluded import MinLength, MinNewTokens, SuppressTokens
 from specinfer.engine.sampling import GenerationSettings
 from specinfer.errors import SamplingError
 
@@ -80,7 +81,7 @@ class Processors:
 def with_custom(built: Sequence[T], custom: Sequence[Function | RowFunction]) -> list[T | RowFunction]:
     """Return what was built, with the caller's functions in place of those of their type, then the caller's others."""
     functions = [each if isinstance(each, RowFunction) else RowFunction(each) for each in custom]
-    merged = [next((each for each in functions if type(each.function) is type(made)), made) for made in built]
+    merged = [next((each for each in functions if isinstance(made, type(each.function))), made) for made in built]
     return merged + [each for each in functions if not any(each is taken for taken in merged)]
 
 
@@ -96,13 +97,13 @@ def _processors(settings: GenerationSettings, prompt_length: int, device: torch.
         repetition_penalty=penalty not in (None, 1) and (hf.RepetitionPenaltyLogitsProcessor, float(penalty)),
         no_repeat_ngram_size=c.no_repeat_ngram_size and (hf.NoRepeatNGramLogitsProcessor, c.no_repeat_ngram_size),
         bad_words_ids=c.bad_words_ids is not None and (hf.NoBadWordsLogitsProcessor, c.bad_words_ids, eos or None),
-        min_length=least and eos and not least_new and (hf.MinLengthLogitsProcessor, least, eos, device),
-        min_new_tokens=least_new and eos and (hf.MinNewTokensLengthLogitsProcessor, n, least_new, eos, device),
+        min_length=least and eos and not least_new and (MinLength, least, eos, device),
+        min_new_tokens=least_new and eos and (MinNewTokens, n, least_new, eos, device),
         forced_bos_token_id=bos is not None and (hf.ForcedBOSTokenLogitsProcessor, bos),
         forced_eos_token_id=last is not None and (hf.ForcedEOSTokenLogitsProcessor, end, last, device),
         remove_invalid_values=c.remove_invalid_values and (hf.InfNanRemoveLogitsProcessor,),
         exponential_decay_length_penalty=decay and (hf.ExponentialDecayLengthPenalty, decay, eos, n),
-        suppress_tokens=suppressed is not None and (hf.SuppressTokensLogitsProcessor, suppressed, device),
+        suppress_tokens=suppressed is not None and (SuppressTokens, suppressed, device),
         begin_suppress_tokens=first is not None and (hf.SuppressTokensAtBeginLogitsProcessor, first, begin, device),
     )
 
