@@ -204,6 +204,8 @@ class Draft(ABC):
         is_whole: whether it proposes its trees whole, and no policy may cut them.
         may_wait: whether steps in which nobody asks it may be committed later, as one, without `scored`, and sessions
             of its model be opened when it is asked for the first time.
+        by_text: whether what it proposes depends on its row's text alone, unless it `learns`; not on which nodes the
+            target scored, nor on other rows.
     """
 
     name: str
@@ -213,6 +215,7 @@ class Draft(ABC):
     agreements: Sequence[tuple[str, list[float]]] = ()
     is_whole: bool = False
     may_wait: bool = False
+    by_text: bool = True
 
     @abstractmethod
     def open(self, context: DraftContext) -> DraftSession:

@@ -22,6 +22,7 @@ from specinfer import Auto, BestFirst, Chain, Expansion, Sampled, SpeculativeDec
 from specinfer.adaptive.experience import PRIORS, REMEMBERED
 from specinfer.common.files import locked
 from specinfer.common.records import RECORDS
+from specinfer.drafts.lookup.memory import Memory
 from specinfer.engine.verify import ExactMatch, MultiStep
 from specinfer.errors import InputError, PairingError
 from specinfer.evaluation.certification import EnumeratedTarget, Pair, RandomModels, _emitted, _target, _trees, outcomes
@@ -112,6 +113,27 @@ def test_a_replay_takes_the_steps_of_a_real_run(pair, temperature):
         paths = np.array([min(len(s.path), len(s.tokens)) for result in real for s in result.steps])
         wanted = [(paths > depth).mean() for depth in range(policy.max_depth)]
         assert made.accepted == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_replay_of_drafts_that_go_by_more_than_the_text_does_not_pass_for_a_run(temperature):
+    """Recycling learns from the nodes that were scored, a memory from other rows: runs take other steps."""
+    target, sizes = target_of("model"), {"max_new_tokens": NEW, "nodes": 8, "depth": 3, "temperature": temperature}
+    kinds = {"recycling": None, "suffix": Memory()}
+    for name, memory in kinds.items():
+        made = SpeculativeDecoder(target, byte_tokenizer(), [name, "ngram"], ANY, memory=memory)
+        trace = record(made, [PROMPTS[0]] * 2, **sizes)
+        assert trace.by_run == {0}
+        for policy in [Chain(3), BestFirst(8, 3), *([Sampled((2, 1))] if temperature else [])]:
+            other = "teacher-forced expectation" if isinstance(policy, Sampled) else "exact"
+            assert [replay(trace, policy, drafts=[draft]).how for draft in (0, 1)] == ["of this recording alone", other]
+        assert oracle(trace, Chain(3)).how == "of this recording alone"
+        assert oracle(trace, Chain(3), drafts=["ngram"]).how == "bound in hindsight"
+        if not temperature:
+            steps = replay(trace, BestFirst(8, 3), drafts=[0]).steps.tolist()
+            own = SpeculativeDecoder(target, byte_tokenizer(), [name], BestFirst(8, 3), memory=memory and Memory())
+            real = [own.generate(text.prompt_ids, do_sample=False, max_new_tokens=NEW) for text in trace.texts]
+            assert steps != [len(result.steps) for result in real]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3])

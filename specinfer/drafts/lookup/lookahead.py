@@ -53,6 +53,7 @@ class LookaheadDraft(Draft):
 
     name = "lookahead"
     is_whole = True
+    by_text = False
 
     def __init__(self, window: int = 7, ngram: int = 5, guesses: int = 7) -> None:
         self.window = checked_count("window", window, 1)

@@ -108,6 +108,7 @@ class RecyclingDraft(Draft):
     """
 
     name = "recycling"
+    by_text = False
 
     def __init__(self) -> None:
         self.table = RecyclingTable()

@@ -52,9 +52,10 @@ def check_draft(
     """Measure how well each draft of a decoder fits its target, what trees it should gain, and at what cost.
 
     The target continues the prompts greedily, and every draft is asked, position by position, what it would have
-    proposed (`record`).  Tokens per pass follow exactly (`replay`); milliseconds are medians over a few steps of one
-    text.  The decoder's own tree does not matter.  A draft may have ``agreements``, a list of (convention in words,
-    top-1 agreement at depth 1, 2, ...), the one in use first; they are reported as they are.
+    proposed (`record`).  Tokens per pass follow (`replay`), exactly if drafts go by the text alone; milliseconds
+    are medians over a few steps of one text.  The decoder's own tree does not matter.  A draft may have ``agreements``,
+    a list of (convention in words, top-1 agreement at depth 1, 2, ...), the one in use first; they are reported as they
+    are.
 
     Args:
         decoder: holds target, tokenizer and drafts; None is the default target with its bundled drafts.

@@ -11,6 +11,8 @@ Sampled trees would have led to other texts.  But their verifiers emit exactly t
 recorded text is as likely under them.  Given the text, the probability that a token was an accepted draw is known
 (`closed_forms`), and independent from node to node.  The expected number of steps over the text follows without any
 simulation.  Beside it stands what the best rule would accept at each node (`transport`).
+
+All of this is true of drafts whose proposals depend on the text alone.  Of others the recorded proposals are replayed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +35,7 @@ from specinfer.tree.nodes import depths_of
 EXACT = "exact"
 EXPECTED = "teacher-forced expectation"
 BOUND = "bound in hindsight"
+RECORDED = "of this recording alone"
 SIZES = {
     "depth": "levels",
     "nodes": "nodes of best-first trees",
@@ -64,7 +67,8 @@ class Replay:
     policy: str
     verifier: str
     drafts: tuple[str, ...]
-    how: str  # EXACT: what a run would do; EXPECTED: the mean of what runs would do, given the recorded texts; BOUND
+    how: str  # EXACT: what a run would do; EXPECTED: the mean of what runs would do, given the recorded texts; BOUND;
+    # RECORDED: one of the drafts would have proposed other tokens in a run (`Trace.by_run`)
     tokens: np.ndarray  # (texts,) new tokens
     steps: np.ndarray  # (texts,) target passes, or their expectation
     accepted: np.ndarray  # (depth,) the share of steps that accept 1, 2, ... tokens or more
@@ -189,6 +193,7 @@ def _replayed(
             bound = Bound(accepted.sum(0) / steps.sum(), most.sum(0) / steps.sum(), share)
     tokens = np.array([len(text.token_ids) for text in trace.texts])
     names = tuple(trace.drafts[draft] for draft in drafts)
+    how = how if trace.by_run.isdisjoint(drafts) else RECORDED
     return Replay(repr(policy), rule, names, how, tokens, steps, reached.sum(0) / steps.sum(), bound)
 
 

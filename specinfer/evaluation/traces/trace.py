@@ -176,6 +176,11 @@ class Trace:
         return [draft["name"] for draft in self.settings["drafts"]]
 
     @property
+    def by_run(self) -> set[int]:
+        """The drafts, by index, whose proposals depend on more than the text: another run has others."""
+        return {*self.settings.get("by_run", ())}
+
+    @property
     def sampling(self) -> bool:
         """Whether the texts were sampled; otherwise they are greedy."""
         return bool(self.settings["temperature"])
@@ -339,6 +344,7 @@ def trace_settings(decoder: SpeculativeDecoder, sizes: Mapping[str, object], tem
         "format": FORMAT,
         "model": name.rstrip("/").split("/")[-1],
         **models_of(decoder),
+        "by_run": [i for i, draft in enumerate(decoder.drafts) if draft.learns or not draft.by_text],
         **sizes,
         "temperature": temperature,
         **machine(target.device),
