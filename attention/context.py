@@ -11,6 +11,7 @@ Rotary embeddings extend a context, or change with it:
 """
 
 from collections.abc import Mapping
+from math import inf, isfinite
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
@@ -39,12 +40,16 @@ class Context(NamedTuple):
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "Context":
-        """Read a text configuration of transformers."""
+        """Read a text configuration of transformers.
+
+        Raises:
+            UnsupportedModel: an original context that is no size.
+        """
         name, size = next(((name, size) for name in SIZES if (size := getattr(config, name, None))), ("", None))
         rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
         parts = [part for part in rope.values() if isinstance(part, Mapping)] or [rope]  # of each kind of layer, or all
-        original = getattr(config, ORIGINAL, None) or size
-        limits = {part.get(ORIGINAL) or original: _type(part) for part in parts if _type(part) in CHANGING}
+        original = _original(getattr(config, ORIGINAL, None)) or size
+        limits = {_original(part.get(ORIGINAL)) or original: _type(part) for part in parts if _type(part) in CHANGING}
         exact = min((limit for limit in limits if limit), default=None)
         if size is None:
             return cls(None, exact, f"rope_type={limits[exact]}" if exact else "")
@@ -101,6 +106,13 @@ def _type(part: Mapping[str, object]) -> str:
 def _extended(part: Mapping[str, Any], size: int) -> int:
     """Return how many positions rotary embeddings are made for."""
     factor = part.get("factor")
-    if _type(part) not in EXTENDING or not isinstance(factor, int | float):
+    if _type(part) not in EXTENDING or not isinstance(factor, int | float) or not isfinite(factor):
         return size
-    return max(size, int(factor * (part.get(ORIGINAL) or size)))
+    return max(size, int(factor * (_original(part.get(ORIGINAL)) or size)))
+
+
+def _original(given: Any) -> int | None:
+    """Return an original context, or None if it is not given; transformers does not check it."""
+    if given and not (isinstance(given, int | float) and 0 < given < inf):
+        raise UnsupportedModel(f"{ORIGINAL} is {given!r:.40}, and must be a number above 0: correct its config.json")
+    return given or None

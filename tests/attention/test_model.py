@@ -331,6 +331,7 @@ ORIGINAL = "original_max_position_embeddings"
     [
         ({"rope_type": "default"}, 256, 256, "max_position_embeddings"),
         ({"rope_type": "linear", "factor": 2.0}, 512, 512, "max_position_embeddings=256, extended by rope_type=linear"),
+        ({"rope_type": "linear", "factor": float("inf")}, 256, 256, "max_position_embeddings"),
         ({"rope_type": "yarn", "factor": 4.0, ORIGINAL: 256}, 1024, 1024, "extended by rope_type=yarn with factor=4"),
         ({"rope_type": "yarn", "factor": 4.0}, 1024, 1024, "rope_type=yarn"),
         ({"rope_type": "yarn", "factor": 4.0, ORIGINAL: 64}, 256, 256, "max_position_embeddings"),  # set to the product
@@ -351,6 +352,14 @@ def test_position_limit_of_rotary_embeddings(rope: dict[str, Any], trees: int, d
     model = TreeModel(tiny(LlamaForCausalLM, rope_parameters={**rope, "rope_theta": 1e4}))
     assert (model.position_limit(), model.max_positions) == (trees, draft)
     assert setting in model.context.setting
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+@pytest.mark.parametrize("given", ["64", [64], -64, float("inf")])
+def test_an_original_context_that_is_no_size_is_refused(kind: str, given: object) -> None:
+    rope = {"rope_type": kind, "factor": 2.0, ORIGINAL: given, "rope_theta": 1e4}
+    with pytest.raises(UnsupportedModel, match=f"{ORIGINAL} is .*, and must be a number above 0"):
+        TreeModel(tiny(LlamaForCausalLM, rope_parameters=rope))
 
 
 @pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}])
