@@ -179,7 +179,9 @@ def _from_gguf(file: Path, dtype: str | torch.dtype, device: str | torch.device,
         raise ModelError(f"dtype {str(dtype)!r} is not possible for {file.name}: {advice}")
     try:
         return load_gguf(file)
-    except (RuntimeError, MemoryError) as error:  # of torch, where memory ends
+    except ModelError:
+        raise
+    except Exception as error:  # of torch, where memory ends; or of transformers, which checks configurations
         raise ModelError(f"cannot load {file}: {one_line(error)}") from error
 
 

@@ -57,9 +57,10 @@ def configuration(keys: Keys, tensors: Mapping[str, Stored]) -> PreTrainedConfig
     names = _SIZES | (_SIZES_OF_EXPERTS if has_experts else {})
     sizes = {name: keys.of_model(key, int) for key, name in names.items()}
     heads, hidden = sizes["num_attention_heads"], sizes["hidden_size"]
+    sizes["num_key_value_heads"] = keys.of_model("attention.head_count_kv", int, heads)
+    sizes["head_dim"] = head = keys.of_model("attention.key_length", int, hidden // (heads or 1))
     if min(sizes.values()) < 1:
         raise keys.refusal(f"sizes of its metadata are not positive: {sizes}")
-    head = keys.of_model("attention.key_length", int, hidden // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         if (found := keys.of_model(key, int, head)) != head:
             raise keys.refusal(f"{key} is {found}, and must be {head}, as for keys", "use another model")
@@ -72,8 +73,6 @@ def configuration(keys: Keys, tensors: Mapping[str, Stored]) -> PreTrainedConfig
     config = AutoConfig.for_model(
         ARCHITECTURES[keys.architecture],
         **sizes,
-        num_key_value_heads=keys.of_model("attention.head_count_kv", int, heads),
-        head_dim=head,
         vocab_size=tensors["token_embd.weight"].shape[0],
         rms_norm_eps=keys.of_model("attention.layer_norm_rms_epsilon", float),
         rope_parameters=_rotary(keys, tensors.get(ROTARY)),

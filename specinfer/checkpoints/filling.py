@@ -34,6 +34,9 @@ class Filling:
         refusal: makes an error of what is wrong, and of what to do.
         **options: of the model's `from_config`.
 
+    Raises:
+        ModelError: the configuration has more experts than the file could hold.
+
     Attributes:
         model: in float32, without memory for the weights that it does not have yet.
     """
@@ -49,6 +52,8 @@ class Filling:
             self.model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
             for path, module in list(self.model.named_modules()):
                 if are_experts(module) and f"{path}.0.gate_proj" in layers:
+                    if (count := len(module.down_proj)) > len(layers):  # more than anybody could wait for
+                        raise refusal(f"{path} should have {count} experts, and the file has {len(layers)} layers")
                     self.model.set_submodule(path, Experts(module))
 
     def wanted(self) -> dict[str, tuple[int, ...]]:

@@ -197,6 +197,11 @@ LIES = {
     "no experts": (dict.fromkeys(EXPERTS), {}, "lacks qwen3moe.expert_count"),
     "other scores": ({"qwen3moe.expert_gating_func": 2}, {}, "qwen3moe.expert_gating_func, which is not read"),
     "more experts": (EXPERTS | {"qwen3moe.expert_count": 9}, {}, r"lacks 6 tensors .*experts\.8\.down_proj"),
+    "experts without end": (
+        EXPERTS | {"qwen3moe.expert_count": 1 << 31},
+        {},
+        "should have 2147483648 experts, and the",
+    ),
     "fewer experts": (EXPERTS | {"qwen3moe.expert_count": 7}, {}, r"6 of its tensors are not known .*experts\.7"),
     "no rows": ({}, {"blk.1.ffn_up_exps.weight": BLOCK}, "its tensors are not known"),
     "biases": ({}, {"blk.1.ffn_up_exps.bias": Made(0, (8, 32), bytes(1024))}, "8 of its tensors are not known"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -320,7 +321,10 @@ def without(keys: Mapping[str, Any], name: str) -> dict[str, Any]:
         (without(metadata(), "llama.block_count"), "lacks llama.block_count"),
         (metadata(**{"llama.block_count": "2"}), "llama.block_count is '2', and should be of type int"),
         (metadata(**{"llama.block_count": 10**9}), "says 1000000000 layers, its tensors are of 2"),
-        (metadata(**{"llama.attention.head_count": 0}), "sizes of its metadata are not positive"),
+        *(
+            (metadata(**{f"llama.attention.{size}": 0}), "sizes of its metadata are not positive")
+            for size in ("head_count", "head_count_kv", "key_length")
+        ),
         (
             metadata(**{"llama.attention.head_count_kv": [2, 2]}),
             r"head_count_kv is \[2, 2\], and should be of type int",
@@ -350,6 +354,21 @@ def test_metadata_that_is_not_understood_is_refused(tmp_path: Path, keys: dict[s
     with pytest.raises(ModelError, match=message) as refusal:
         load_gguf(written(tmp_path, keys))
     assert str(refusal.value).startswith(f"cannot load {tmp_path / 'm.gguf'}: ")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("embedding_length", 66, "not a multiple of the number of attention heads"),
+        ("attention.key_length", 15, "`head_dim`=15"),
+        ("feed_forward_length", struct.pack("<IQ", 10, 1 << 63), "Overflow"),
+    ],
+)
+def test_sizes_that_transformers_does_not_take_are_refused(
+    tmp_path: Path, key: str, value: object, message: str
+) -> None:
+    with pytest.raises(ModelError, match=f"cannot load {tmp_path / 'm.gguf'}: .*{message}"):
+        loading.load(written(tmp_path, metadata(**{f"llama.{key}": value})))
 
 
 def test_tensors_that_are_not_the_models_are_refused(tmp_path: Path) -> None:
