@@ -17,7 +17,7 @@ from specinfer.drafts.depths import LatticeSession
 from specinfer.drafts.lookup.ngram import NGramDraft
 from specinfer.drafts.published.conventions import Convention
 from specinfer.drafts.published.eagle3 import Eagle3Network
-from specinfer.drafts.published.formats import load_published
+from specinfer.drafts.published.formats import load_published, may_be_head
 from specinfer.drafts.published.layers import network_config
 from specinfer.drafts.unrolled import unrolled_logits
 from specinfer.engine.draft import DraftContext
@@ -607,6 +607,10 @@ def without(*names):
     return lambda config, weights: [weights.pop(name) for name in names]
 
 
+def cast(name, dtype):
+    return lambda config, weights: weights.update({name: weights[name].to(dtype)})
+
+
 def saying(**fields):
     return lambda config, weights: config.update(fields)
 
@@ -631,12 +635,42 @@ def saying(**fields):
         (saying(transformer_layer_config={"model_type": "mixtral"}), "layers are not those of llama or qwen3"),
         (saying(fc_norm=True), r"3 missing \(fc_norm.0.weight"),
         (saying(speculators_model_type="peagle"), r"mask_hidden"),
+        *(
+            (saying(**{name: value}), "it is damaged")  # whatever reads a value of a wrong type
+            for name, value in {
+                "eagle_config": [1],
+                "rope_scaling": 4,
+                "rope_parameters": {"rope_type": []},
+                "layer_types": 1,
+                "rms_norm_eps": "x",
+                "num_attention_heads": 3,
+                "intermediate_size": 1 << 63,
+            }.items()
+        ),
+        (cast("fc.weight", torch.int32), r"1 of another type \(fc.weight is torch.int32\)"),
+        (cast("norm.weight", torch.float8_e4m3fn), r"1 of another type \(norm.weight is torch.float8_e4m3fn\)"),
     ],
 )
 def test_what_does_not_fit_the_format_is_one_line_that_names_it(tmp_path, damage, match):
     config, weights = plain_head()
     damage(config, weights)
     refuses(lambda: load_published(write(tmp_path / "head", config, weights)), match)
+
+
+@pytest.mark.parametrize("rope", [{"rope_theta": "x"}, {"rope_scaling": {"rope_type": "linear", "factor": []}}])
+def test_rotary_embeddings_that_cannot_be_computed_are_one_line(small, tmp_path, rope):
+    config, weights = plain_head()
+    head = load_published(write(tmp_path / "head", config | rope, weights))
+    refuses(lambda: head.attach(TreeModel(small)), "rotary embeddings cannot be computed")
+
+
+@pytest.mark.parametrize("architectures", [1, "LlamaForCausalLM", [None], {}])
+def test_architectures_that_are_no_list_name_no_other_format(tmp_path, architectures):
+    config, weights = plain_head()
+    config["architectures"] = architectures
+    folder = write(tmp_path / "head", config, weights)
+    assert isinstance(load_published(folder).network, Eagle3Network)
+    assert may_be_head(config)
 
 
 def refuses(load, match):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from specinfer.common.files import WEIGHTS, parse_json
 from specinfer.common.records import Record
 from specinfer.errors import ModelError, first_names, one_line
-from specinfer.loading import reach_hub
+from specinfer.loading import DTYPES, reach_hub
 
 LISTED = 4  # names of weights in a message
 
@@ -79,7 +79,7 @@ class Checkpoint:
         """Return whether the configuration says that it is of a kind; None if it says nothing."""
         if said := self.config.get("speculators_model_type"):
             return bool(said == kind)
-        return any(kind in str(name).lower() for name in self.config.get("architectures") or ()) or None
+        return kind in str(self.config.get("architectures")).lower() or None
 
     def refuse(self, reason: str) -> ModelError:
         """Return the error that says why this checkpoint cannot be loaded."""
@@ -105,7 +105,7 @@ def assign(checkpoint: Checkpoint, network: nn.Module, weights: Mapping[str, Ten
     """Give a network on the meta device its weights, all of them and no others.
 
     Raises:
-        ModelError: lists the weights that are missing, unknown or of another shape.
+        ModelError: lists the weights that are missing, unknown, or of another shape or type.
     """
     wanted = network.state_dict()
     missing, unknown = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
@@ -114,7 +114,12 @@ def assign(checkpoint: Checkpoint, network: nn.Module, weights: Mapping[str, Ten
         for name, weight in wanted.items()
         if name in weights and weights[name].shape != weight.shape
     ]
-    kinds = {"missing": missing, "unknown": unknown, "of another shape": shapes}
+    types = [
+        f"{name} is {weights[name].dtype}"
+        for name, weight in wanted.items()
+        if name in weights and weight.is_floating_point() and weights[name].dtype not in DTYPES.values()
+    ]
+    kinds = {"missing": missing, "unknown": unknown, "of another shape": shapes, "of another type": types}
     if wrong := [f"{len(keys)} {kind} ({first_names(keys, LISTED)})" for kind, keys in kinds.items() if keys]:
         raise checkpoint.refuse(f"its weights are not those of its format: {', '.join(wrong)}")
     damaged = [name for name, weight in weights.items() if weight.is_floating_point() and not weight.isfinite().all()]

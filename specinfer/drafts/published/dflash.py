@@ -103,7 +103,7 @@ def _fields(layers: PreTrainedConfig, options: Checkpoint, kind: str) -> dict[st
         "causal_types": causal_types,
         "input_scale": float(given.get("input_embedding_scale") or 1),
         "output_scale": float(given.get("output_multiplier") or 1),
-        "softcap": given.get("final_logit_softcapping"),
+        "softcap": float(given.get("final_logit_softcapping") or 0),
         "qkv_bias": False,
         "qk_norm": True,
     }

@@ -62,7 +62,7 @@ class DFlashNetwork(DraftNetwork):
             from_anchor, measured_anchor    see above; whether it is a guess
             causal_types                    types of layers whose slots see no later ones
             input_scale, output_scale       of embeddings, of logits
-            softcap                         of scaled logits, or None
+            softcap                         of scaled logits, or 0
 
         token_ids, embeds, outputs: as in `DraftNetwork`.
     """

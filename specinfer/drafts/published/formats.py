@@ -26,7 +26,7 @@ from specinfer.drafts.published.checkpoint import Checkpoint, hub_config
 from specinfer.drafts.published.conventions import LEAST, Convention, agreement, choose, write_text
 from specinfer.drafts.published.network import DraftNetwork, OpenSession, attached_model, check_readable
 from specinfer.engine.draft import Draft, DraftContext, DraftSession
-from specinfer.errors import InputError, ModelError, SpecinferError
+from specinfer.errors import InputError, ModelError, SpecinferError, one_line
 
 FAMILIES = (p_eagle, eagle3, eagle, dflash, medusa)  # the first that recognises a checkpoint loads it
 # fields of a head's configuration alone; a plain one of a single layer may be an EAGLE head's
@@ -160,7 +160,7 @@ def draft_config(name: str) -> Record:
 
 def may_be_head(config: Record) -> bool:
     """Return whether a configuration may be a head's, and not a language model's."""
-    architectures = " ".join(map(str, config.get("architectures") or ())).lower()
+    architectures = str(config.get("architectures")).lower()
     return bool(
         MARKS & config.keys() or any(word in architectures for word in WORDS) or config.get("num_hidden_layers") == 1
     )
@@ -179,7 +179,12 @@ def load_published(name: str | os.PathLike[str], convention: Convention | None =
     checkpoint = Checkpoint.find(name)
     for family in FAMILIES:
         if family.recognises(checkpoint):
-            network, session = family.load(checkpoint)
+            try:
+                network, session = family.load(checkpoint)
+            except ModelError:
+                raise
+            except Exception as error:  # a value of a wrong type may raise anything
+                raise checkpoint.refuse(f"it is damaged ({one_line(error)})") from error
             digest = f"{weights_digest(checkpoint.folder)} {json.dumps(checkpoint.config, sort_keys=True)}"
             return PublishedDraft(checkpoint.name, network, session, digest, convention)
     return None

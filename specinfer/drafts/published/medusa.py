@@ -111,8 +111,9 @@ class MedusaSession(LatticeSession):
 def recognises(checkpoint: Checkpoint) -> bool:
     """Return whether a checkpoint says that it is Medusa's."""
     config = checkpoint.config
-    named = [str(config.get("model_type")), *map(str, config.get("architectures") or ())]
-    return "medusa_num_heads" in config or any("medusa" in name.lower() for name in named)
+    return (
+        "medusa_num_heads" in config or "medusa" in f"{config.get('model_type')} {config.get('architectures')}".lower()
+    )
 
 
 def load(checkpoint: Checkpoint) -> tuple[MedusaNetwork, type[MedusaSession]]:

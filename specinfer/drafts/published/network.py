@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specinfer.attention import TreeModel, device_of, embedded, weight_of
 from specinfer.attention.packed.modules import PackedEmbedding, PackedLinear
 from specinfer.engine.draft import Draft, DraftSession
-from specinfer.errors import ModelError, UnsupportedModel
+from specinfer.errors import ModelError, UnsupportedModel, one_line
 
 Mask = Tensor | Mapping[str, Tensor] | None  # of a pass, or one for each type of layer
 OpenSession = Callable[..., DraftSession]  # of a session: takes model, auxiliary layers, context
@@ -83,7 +83,7 @@ class DraftNetwork(nn.Module):
         """Borrow missing matrices from a target; return self on the target's device.
 
         Raises:
-            ModelError: the target's matrix is packed (quantised), or of another size.
+            ModelError: the target's matrix is packed (quantised), or of another size; or rotary embeddings are damaged.
         """
         device = device_of(target)
         self.to(device)
@@ -91,10 +91,13 @@ class DraftNetwork(nn.Module):
         self.embedding = words.weight.detach() if words else self._borrowed(target.get_input_embeddings(), "embedding")
         if self.lm_head is None:
             self._borrow_output(target.get_output_embeddings())
-        positions = torch.arange(self.config.max_position_embeddings, device=device)
-        with torch.device("cpu"):  # whatever the caller's default is
-            rotary = LlamaRotaryEmbedding(self.config)
-        cosines, sines = rotary.to(device)(next(self.parameters()), positions[None])
+        try:
+            positions = torch.arange(self.config.max_position_embeddings, device=device)
+            with torch.device("cpu"):  # whatever the caller's default is
+                rotary = LlamaRotaryEmbedding(self.config)
+            cosines, sines = rotary.to(device)(next(self.parameters()), positions[None])
+        except Exception as error:  # a value of a wrong type may raise anything
+            raise ModelError(f"the draft's rotary embeddings cannot be computed: {one_line(error)}") from error
         self.cosines, self.sines = cosines[0], sines[0]
         return self
 
