@@ -39,6 +39,11 @@ EXPECTED = re.compile(r"expression (Eq\(s\d+, s\d+\)|Ne\(s\d+, 1\)|s\d+ <= s\d+)
 COUNTED = torch.ops.specinfer.linear_blocks.default, torch.ops.specinfer.packed_linear.default
 OUTPUTS = 2  # its number
 LARGEST = 1 << 16  # the most integers of one tensor that a graph may hold: constants of the code, not weights
+TORCHS = {  # products of torch
+    *(aten.linear.default, aten.matmul.default, aten.mm.default, aten.bmm.default, aten.addmm.default),
+    *(aten.baddbmm.default, aten.einsum.default, aten.scaled_dot_product_attention.default),
+}
+KNOWN = "aten", "specinfer"  # libraries with no other products; those of experts are operators of transformers
 
 
 class Source(NamedTuple):
@@ -162,6 +167,12 @@ def export_pass(
     module.graph.lint()
     module.graph.set_codegen(fx.graph.CodeGen())
     return fx.GraphModule(module, module.graph), sources
+
+
+def other_products(graph: fx.Graph) -> list[str]:
+    """Return the products of a graph that are not our kernels': a node's bits may depend on what else they multiply."""
+    found = {node.target for node in graph.nodes if node.op == "call_function"}
+    return sorted(str(each) for each in found if each in TORCHS or getattr(each, "namespace", "aten") not in KNOWN)
 
 
 def _drop_checks(graph: fx.Graph) -> None:

@@ -39,7 +39,7 @@ from specinfer.common.files import cache_folder, parse_json, storing, write_json
 from specinfer.common.records import Record
 from specinfer.errors import InputError, NotCompiled
 
-FORMAT = 9  # of packages; raised when their inputs change
+FORMAT = 10  # of packages; raised when their inputs change, or which models have them
 WIDTHS = (1, 2, 3, 5, 8, 9, 16, 17, 24, 33, 64, 65, 130, 512)  # of the passes that check a new package, in nodes
 MODES = ("auto", True, False)
 UNREADABLE = (OSError, ValueError, KeyError, TypeError)  # what reading a damaged record raises

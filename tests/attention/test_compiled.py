@@ -29,6 +29,7 @@ from torch.nn.utils import parametrize
 from typer.testing import CliRunner
 
 import specinfer.attention.compiler.linear as linear
+import specinfer.attention.compiler.making as making
 import specinfer.attention.compiler.packages as packages
 from specinfer import BestFirst, Chain, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, TreeSession, lay_out_chains, resumed, verdicts
@@ -322,6 +323,17 @@ def test_rounded_states_are_refused_if_logits_depend_on_what_else_a_pass_holds(r
         assert check(target, own) < 0.1
         with pytest.raises(NotCompiled, match="depend on what else a pass holds"):
             check(target, Off())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "falcon rotary", "qwen3_moe"])
+def test_states_are_not_rounded_beside_products_that_are_not_ours(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bits depend on how many nodes they multiply, perhaps on more than a comparison of a few nodes shows."""
+    monkeypatch.setattr(making, "compile_package", Mock())
+    model = TreeModel(build(name, torch.bfloat16))
+    with pytest.raises(NotCompiled, match="may depend on what else"):
+        making.make(computing(model, linear.ROUNDED_STATES), linear.ROUNDED_STATES, (), tmp_path, model.model)
 
 
 @pytest.mark.parametrize("name", ["halved", "rounding"])
