@@ -572,7 +572,7 @@ def random_config(rng):
         "repetition_penalty": [0.8, 1.0, 1.4],
         "no_repeat_ngram_size": [0, 1, 2],
         "bad_words_ids": [[[3]], [[4, 5], [6]]],
-        "min_length": [0, 4, 12],
+        "min_length": [0, 4, 9],
         "min_new_tokens": [1, 3],
         "eos_token_id": [2, [2, 5]],
         "forced_bos_token_id": [6],
