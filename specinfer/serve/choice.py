@@ -74,6 +74,8 @@ class Choice:
         """
         done = self.request.done  # before its steps are read, or the last one may be missed
         steps = self.request.steps[self._steps :]
+        if self.request.row.finished and not done:
+            return None  # the last step may be among them, with a stop string, and the request is done in a moment
         self._steps += len(steps)
         for step in steps:
             self.ids += step.tokens

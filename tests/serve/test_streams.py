@@ -12,8 +12,10 @@ from serving import HELLO, Gate, Live, eventually, live, made_decoder
 
 from specinfer import SpeculativeDecoder
 from specinfer.serve.application import Limits
+from specinfer.serve.choice import AfterPrompt, Choice, News
 
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 7, "max_tokens": 6}
+ENGINES: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12}
 LONG: dict[str, Any] = {"temperature": 0, "max_tokens": 250, "ignore_eos": True}
 VARIES = re.compile(rb'("id":"\w+-)\w+(","object":"[\w.]+","created":)\d+(.*?"system_fingerprint":"fp_)\w+')
 
@@ -101,6 +103,21 @@ def test_a_completion_stream_byte_for_byte(server: Live) -> None:
     assert ends == {event for event in events if b'"length"' in event}
     assert all(event.endswith(b'"logprobs":null,"finish_reason":null}]}') for event in events if event not in ends)
     assert done == b"data: [DONE]"
+
+
+def test_a_stop_string_is_not_told_while_its_text_ends(decoder: SpeculativeDecoder, monkeypatch: Any) -> None:
+    """The engine's thread adds a step, and then says that it was the last one: a reader may come between."""
+    text, told = decoder.generate("ab", raw=True, **ENGINES).text, list[News | None]()
+    request = decoder.prepare("ab", raw=True, stop_strings=text[1:3], stopping=AfterPrompt, **ENGINES)
+    choice, end = Choice(request, [text[1:3]]), request.end
+    monkeypatch.setattr(request, "end", lambda reason: (told.append(choice.news()), end(reason)))
+    scheduler = decoder.scheduler()
+    scheduler.add(request)
+    while not request.done:
+        scheduler.step()
+    told.append(choice.news())
+    assert "".join(news.text for news in told if news) == text[:1]
+    scheduler.close()
 
 
 def test_a_stream_that_waits_says_that_it_is_alive(server: Live, decoder: SpeculativeDecoder) -> None:
