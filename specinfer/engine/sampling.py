@@ -7,7 +7,7 @@ Does not know: logits (`processors`), models, drafting, verification.
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import inf, isfinite, isnan
+from math import inf, isfinite
 from typing import Any, NamedTuple, TypeGuard, TypeVar, TypeVarTuple
 
 from transformers import GenerationConfig
@@ -81,15 +81,16 @@ _INSTEAD = {
 }
 # What options must be: their names, type, a test, and the test in words.
 _Number: tuple[type[float], ...] = (int, float)
+_LEAST, _MOST = 1e-18, 1e18  # scores raised by the latter and divided by the former, even twice, are finite in float32
 _POSSIBLE: list[tuple[str, type | tuple[type, ...], Callable[[Any], bool], str]] = [
     ("do_sample renormalize_logits", bool, lambda v: True, "True or False"),
     ("remove_invalid_values return_dict_in_generate", bool, lambda v: True, "True or False"),
-    ("temperature", _Number, lambda v: 0 < v < inf, "positive and finite, or 0, which is greedy"),
+    ("temperature", _Number, lambda v: _LEAST <= v < inf, f"positive and finite, {_LEAST} or more; 0 is greedy"),
     ("top_p", _Number, lambda v: 0 < v <= 1, "above 0 and at most 1"),
     ("top_k", int, lambda v: v >= 0, "a count of tokens, or 0 for all of them"),
     ("penalty_alpha", _Number, lambda v: 0 <= v <= 1, "between 0 and 1"),
     ("min_p typical_p epsilon_cutoff eta_cutoff top_h", _Number, lambda v: 0 <= v <= 1, "between 0 and 1"),
-    ("repetition_penalty", _Number, lambda v: 0 < v < inf, "positive and finite (1 is none)"),
+    ("repetition_penalty", _Number, lambda v: _LEAST <= v < inf, f"positive and finite, {_LEAST} or more (1 is none)"),
     ("max_new_tokens max_length num_return_sequences", int, lambda v: v >= 1, "a whole number, at least 1"),
     ("no_repeat_ngram_size min_new_tokens min_length", int, lambda v: v >= 0, "a whole number, 0 for none"),
     ("max_time", _Number, lambda v: v >= 0, "a number of seconds, 0 or more"),
@@ -101,7 +102,7 @@ _POSSIBLE: list[tuple[str, type | tuple[type, ...], Callable[[Any], bool], str]]
 _TOKENS: list[tuple[str, str, Callable[[Any], Iterable[Iterable[object]]]]] = [
     ("eos_token_id forced_eos_token_id", "a token id, or a list of them", lambda v: [_items(v)]),
     ("bad_words_ids", "a list of lists of token ids", lambda v: v),
-    ("sequence_bias", "a dict from tuples of token ids to numbers", lambda v: _biased(v)),
+    ("sequence_bias", f"a dict from tuples of token ids to numbers up to {_MOST}", lambda v: _biased(v)),
     ("suppress_tokens begin_suppress_tokens", "a list of token ids", lambda v: [v]),
     ("forced_bos_token_id", "a token id", lambda v: [[v]]),
 ]
@@ -377,9 +378,9 @@ def _check_tokens(config: GenerationConfig, given: Mapping[str, object], vocab_s
 
 
 def _biased(value: Any) -> list[Iterable[object]]:
-    """Return the sequences of a sequence_bias; raise ValueError for a bias that is not a number."""
+    """Return the sequences of a sequence_bias; raise ValueError for a bias that is not a number, or too large."""
     pairs = list(value.items() if isinstance(value, dict) else value)
-    if not _is_list_of([bias for _, bias in pairs], _Number) or any(isnan(bias) for _, bias in pairs):
+    if not _is_list_of([bias for _, bias in pairs], _Number) or not all(bias <= _MOST for _, bias in pairs):
         raise ValueError
     return [ids for ids, _ in pairs]
 

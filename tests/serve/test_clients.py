@@ -354,6 +354,7 @@ def test_models_are_one(client: openai.OpenAI) -> None:
 REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"model": "other"}, "model", "not served here"),
     ({"temperature": -1}, "temperature", "it must be positive"),
+    ({"temperature": 1e-40}, "temperature", "it must be positive"),
     ({"top_p": 3}, "top_p", "at most 1"),
     ({"n": 17}, "n", "<= 16"),
     ({"messages": []}, "messages", "length >= 1"),
@@ -365,6 +366,7 @@ REFUSED: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": [""]}, "stop", "length >= 1"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "not a token id"),
     ({"logit_bias": {"9999": 1}}, "logit_bias", "not in the target's vocabulary"),
+    ({"logit_bias": {"5": 1e39}}, "logit_bias", "numbers up to"),
     ({"top_logprobs": 21}, "top_logprobs", "<= 20"),
     ({"seed": 2**70}, "seed", "64 bits"),
     ({"response_format": {"type": "yaml"}}, "response_format", "response_format"),
