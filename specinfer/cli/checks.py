@@ -72,7 +72,7 @@ def check_draft(
     layers: options.Layers,
     quantize: options.Quantize = None,
     activations: options.Activations = None,
-    plot: Annotated[Path | None, Option(help=f"File for a picture: .{', .'.join(PICTURES)}.")] = None,
+    plot: Annotated[Path | None, Option(help=f"File for a picture: .{', .'.join(PICTURES)}.", dir_okay=False)] = None,
     as_json: options.Json = False,
 ) -> None:
     """Say how well drafts fit a target, what trees of each size should gain here, and what may be wrong."""

@@ -32,14 +32,20 @@ class Learning:
     """Files in which a text leaves something for later ones."""
 
     profile: Annotated[
-        Path | None, Option(help="File of what auto learnt: used if it exists, so that runs repeat; otherwise written.")
+        Path | None,
+        Option(
+            help="File of what auto learnt: used if it exists, so that runs repeat; otherwise written.", dir_okay=False
+        ),
     ] = None
     memory: Annotated[
-        Path | None, Option(help="File of texts to draft from: read if it exists, and written with this text added.")
+        Path | None,
+        Option(
+            help="File of texts to draft from: read if it exists, and written with this text added.", dir_okay=False
+        ),
     ] = None
     online: Annotated[bool, Option("--online", help="Heads learn from the text, after it.")] = False
     save_drafts: Annotated[
-        Path | None, Option(help="With --online: write what heads have learnt; --draft reads it.")
+        Path | None, Option(help="With --online: write what heads have learnt; --draft reads it.", file_okay=False)
     ] = None
 
     def texts(self) -> "Memory | None":
@@ -68,7 +74,9 @@ class Output:
     """Where a result goes, and how much of it."""
 
     show_tree: Annotated[bool, Option("--show-tree", help="Draw the tree that gained most.")] = False
-    save: Annotated[Path | None, Option(help="File for the result, which specinfer.Result.load reads.")] = None
+    save: Annotated[
+        Path | None, Option(help="File for the result, which specinfer.Result.load reads.", dir_okay=False)
+    ] = None
     html: options.Html = None
     svg: options.Svg = None
     as_json: options.Json = False
@@ -138,15 +146,15 @@ def generate(
     if out:
         with resumable(out):
             summary = generate_files(decoder, lines, out, max_rows=max_rows, progress=Bars(), **asked)
-        learning.keep(decoder, known)
         print_json(summary.to_dict()) if output.as_json else print(summary)
+        learning.keep(decoder, known)
         return
     result = streamed(decoder.stream(text, **asked, logprobs=output.logprobs), quiet=output.as_json)
     if not decoder.target.ranks.is_first:
         return
     interrupted = result.finish_reason == UNFINISHED
-    learning.keep(decoder, known or (learning.profile if interrupted else None))
     output.write(result)
+    learning.keep(decoder, known or (learning.profile if interrupted else None))
     if interrupted:
         raise SystemExit(INTERRUPTED)
 

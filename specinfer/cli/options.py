@@ -56,8 +56,8 @@ Activations = Annotated[
 TensorParallel = Annotated[
     int, Option(help="Processes that share the target: run under torchrun --nproc-per-node N -m specinfer.", min=1)
 ]
-Html = Annotated[Path | None, Option(help="File for a page that shows every step.")]
-Svg = Annotated[Path | None, Option(help="File for a picture of one tree.")]
+Html = Annotated[Path | None, Option(help="File for a page that shows every step.", dir_okay=False)]
+Svg = Annotated[Path | None, Option(help="File for a picture of one tree.", dir_okay=False)]
 Raw = Annotated[bool, Option("--raw", help="Feed the prompt as it is, without the chat template.")]
 Json = Annotated[bool, Option("--json", help="Print JSON.")]
 

@@ -82,7 +82,9 @@ class Capacity:
             show_default="a quarter of what is free",
         ),
     ] = None
-    write_timeout: Annotated[float, Option(help="Seconds after which a stream that nobody reads is closed.")] = 60.0
+    write_timeout: Annotated[float, Option(help="Seconds after which a stream that nobody reads is closed.", min=0)] = (
+        60.0
+    )
     request_timeout: Annotated[
         float, Option(help="Seconds that an answer may take; then status 408.", min=0, show_default="no limit")
     ] = inf

@@ -167,6 +167,14 @@ def test_a_profile_is_written_then_used(run, tmp_path):
     assert (code, f"the profile {path} cannot be used" in err, err.count("\n")) == (2, True, 1)
 
 
+def test_a_text_too_short_for_a_profile_is_written_all_the_same(run, tmp_path):
+    saved = tmp_path / "result"
+    options = ["--raw", "--profile", tmp_path / "profile.json", "--save", saved, "--json", *NEW]
+    code, out, err = run("generate", PROMPT, *options)
+    assert (code, json.loads(out)["text"]) == (2, Result.load(saved).text)
+    assert err == "specinfer: no profile to save yet: costs are not known; decode some 20 tokens more with drafts\n"
+
+
 def test_without_speculation(run):
     """--tree none: a pass a token, no draft loaded passes."""
     stats = json.loads(run("generate", PROMPT, "--tree", "none", "--json", *NEW)[1])["stats"]
@@ -328,6 +336,11 @@ ERRORS = {
     "no schema": (["generate", "hi", "--json-schema", __file__], "is not JSON"),
     "no grammar": (["generate", "hi", "--grammar", "nope.lark"], "--grammar nope.lark"),
     "two forms": (["generate", "hi", "--regex", "a", "--choice", "b"], "give one of them"),
+    "a folder for a page": (["generate", "hi", "--html", "/"], "--html"),
+    "a folder for a picture": (["tree", "hi", "--svg", "/"], "--svg"),
+    "a folder for a result": (["generate", "hi", "--save", "/"], "--save"),
+    "a folder for a plot": (["check-draft", "--plot", "/"], "--plot"),
+    "no time to write": (["serve", "--write-timeout", "-1"], "--write-timeout"),
     "nothing that learns": (["generate", "hi", "--draft", "draft", "--online"], "can learn (draft)"),
     "nothing learnt to save": (["generate", "hi", "--save-drafts", "x"], "add --online"),
 }
