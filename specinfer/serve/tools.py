@@ -8,9 +8,10 @@ Knows: templates, transformers' parser of responses, llguidance's form of Lark. 
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from uuid import uuid4
 
@@ -51,37 +52,48 @@ class Deltas:
 
     def __init__(self, parser: "ResponseParser | None" = None, several: bool = True) -> None:
         self.parser, self.several, self.calls = parser, several, 0
-        self._call = ""  # text of one that has not ended
+        self._untold = ""  # text of marks and of a call under way
 
     def of(self, text: str, ended: bool) -> list[Delta]:
-        """Return the parts that more text brings."""
-        parser = self.parser
-        if parser is None:
+        """Return the parts that more text brings, which do not depend on how the text is cut."""
+        if self.parser is None:
             return [{"content": text}] if text else []
-        parts = self._parsed(lambda: parser.feed(text), text)
-        return parts + (self._parsed(lambda: parser.finalize()[1]) if ended and self.parser else [])
+        found = (part for more in [*text, *[None][:ended]] for part in self._parsed(more))
+        parts: list[Delta] = []
+        for name, group in groupby(found, lambda part: next(iter(part))):
+            same = [*group]
+            parts += same if name == "tool_calls" else [{name: "".join(part[name] for part in same)}]
+        return parts
 
-    def _parsed(self, parse: Callable[[], list[dict[str, Any]]], text: str = "") -> list[Delta]:
-        """Return the parts that the parser finds; of a text that it refuses, the text itself."""
-        content = self._call + text
+    def _parsed(self, more: str | None) -> list[Delta]:
+        """Return the parts that the parser finds with one more character, or at the end; if it refuses it, the text."""
+        if self.parser is None:
+            return [{"content": more}] if more else []
+        self._untold += more or ""
         try:
-            return [delta for event in parse() if (delta := self._delta(event))]
+            events = self.parser.feed(more) if more else self.parser.finalize()[1]
+            parts = [delta for event in events if (delta := self._delta(event))]
         except (AttributeError, LookupError, TypeError, ValueError):
             self.parser = None
-            return [{"content": content}] if content else []
+            return [{"content": self._untold}] if self._untold else []
+        marks = [(event["type"], event["field"]) for event in events if event["type"] != "region_chunk"]
+        if marks and marks[-1] != ("region_open", "tool_calls"):
+            self._untold = ""
+        return parts
 
     def _delta(self, event: Mapping[str, Any]) -> Delta:
         """Return the part that an event of the parser brings, or nothing."""
         name, kind = event["field"], event["type"]
-        if kind == "region_chunk" and name == "tool_calls":
-            self._call += event["text"]
-        elif kind == "region_chunk" and name in NAMED:
+        if kind == "region_chunk" and name in NAMED:
+            self._untold = self._untold[len(event["text"]) :]
             return {NAMED[name]: event["text"]}
-        elif kind == "region_close" and name == "tool_calls":
-            function, self._call = event["value"]["function"], ""
+        if kind == "region_close" and name == "tool_calls":
+            function = event["value"]["function"]
             arguments = function.get("arguments", {})
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             called = {"name": function["name"], "arguments": text}
+            if not isinstance(called["name"], str):
+                raise TypeError("no function is called so")
             if self.calls and not self.several:
                 return {}
             self.calls += 1

@@ -162,19 +162,20 @@ def test_parts_do_not_depend_on_how_a_text_is_cut(decoder: SpeculativeDecoder, s
     assert deltas.calls == 2
 
 
+NO_CALLS = ["{bad</tool_call> more", '{"name": "ad', "[1]</tool_call>", '{"name": 5}</tool_call>']
+
+
 @pytest.mark.parametrize("size", [1, 4, 1000])
-@pytest.mark.parametrize("text", ["{bad</tool_call> more", '{"name": "ad', "[1]</tool_call>"])
+@pytest.mark.parametrize("text", NO_CALLS)
 def test_what_is_no_call_is_content(decoder: SpeculativeDecoder, size: int, text: str) -> None:
-    """And so is one that was cut."""
-    whole = f"Yes.<tool_call>{text}"
+    """And so is one that was cut, as it was written; what stands before it is what it would be."""
+    whole = f"<think>hm</think><tool_call>{CALL}</tool_call>Yes.<tool_call>{text}"
     deltas = Deltas(decoder.tokenizer.get_response_parser(WRITTEN, prefix=""))
     pieces = [whole[begin : begin + size] for begin in range(0, len(whole), size)]
     parts = [part for number, piece in enumerate(pieces) for part in deltas.of(piece, number == len(pieces) - 1)]
-    said = "".join(part["content"] for part in parts)
-    assert said.startswith("Yes.")
-    assert text.removesuffix("</tool_call>").removesuffix("</tool_call> more") in said
-    assert said.endswith("more") == text.endswith("more")
-    assert not deltas.calls
+    assert "".join(part.get("content", "") for part in parts) == f"Yes.<tool_call>{text}"
+    assert "".join(part.get("reasoning_content", "") for part in parts) == "hm"
+    assert deltas.calls == 1
 
 
 ADD: Any = {
