@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
@@ -42,6 +42,7 @@ B = TypeVar("B", bound=Struct)
 Answers: TypeAlias = Chat | Completion  # Reply is a Chat
 EVENTS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 KEEP_ALIVE = b": keep-alive\n\n"
+GONE = 499  # status of an answer that nobody reads
 WAIT = 1.0  # seconds without a step after which somebody looks whether the client of a whole answer is still there
 
 
@@ -165,7 +166,7 @@ class Server:
             while not generation.done:
                 await generation.news(WAIT)
                 if await request.is_disconnected():
-                    return Response(status_code=499)  # nobody reads it
+                    return Response(status_code=GONE)
             return as_json(answer.whole())
         finally:
             generation.close()
@@ -211,10 +212,13 @@ class Server:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise ApiError(400, "the body must be JSON: send Content-Type: application/json")
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self.limits.max_body:
-                raise ApiError(413, f"the body has more than {self.limits.max_body} bytes: send less at a time")
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > self.limits.max_body:
+                    raise ApiError(413, f"the body has more than {self.limits.max_body} bytes: send less at a time")
+        except ClientDisconnect:
+            raise ApiError(GONE, "the client went away before the body ended") from None
         return bytes(body)
 
     def _check_model(self, name: str | None) -> None:

@@ -1,6 +1,7 @@
 """Streams, byte for byte, and what becomes of them when somebody goes away or something fails."""
 
 import json
+import logging
 import re
 import socket
 from collections.abc import Iterator
@@ -156,6 +157,18 @@ def test_a_client_that_goes_away_leaves_room(
         assert json.loads(body)["choices"][0]["finish_reason"] == "length"
     assert client.completions.create(model="tiny", prompt="ab", max_tokens=3).usage.completion_tokens <= 3
     assert eventually(lambda: server.busy == (0, 0))
+
+
+def test_a_client_that_goes_away_in_a_body_is_no_failure(server: Live, monkeypatch: Any) -> None:
+    logged: list[Any] = []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "error", lambda *args, **_: logged.append(args))
+    connection = server.connect()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    connection.sendall(head + b"Expect: 100-continue\r\nContent-Length: 99\r\n\r\n")
+    assert connection.recv(4) == b"HTTP"  # the body is waited for
+    connection.close()
+    assert received(sent(server, SAMPLED))[0] == 200
+    assert not logged
 
 
 def test_a_full_queue_is_said(server: Live, decoder: SpeculativeDecoder) -> None:
