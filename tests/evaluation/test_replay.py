@@ -202,6 +202,16 @@ def test_the_oracle_follows_whatever_was_a_candidate():
     assert oracle(trace, BestFirst(16, 5)).steps.sum() < replay(trace, BestFirst(16, 5)).steps.sum()
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("pair", ["model", "two models"])
+def test_the_oracle_is_a_bound_where_trees_hold_more_than_the_candidates(pair, temperature):
+    sizes = {"max_new_tokens": NEW, "nodes": 16, "depth": 3, "top": 1, "temperature": temperature}
+    trace = record(decoder(pair), PROMPTS, seed=7, **sizes)
+    for policy in (BestFirst(16, 3), BestFirst(16, 1), BestFirst(8, 3), Chain(3)):
+        least, steps = oracle(trace, policy).steps, replay(trace, policy).steps
+        assert (least <= steps).all()
+
+
 # ---- sampled trees ----
 
 

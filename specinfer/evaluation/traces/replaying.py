@@ -18,6 +18,7 @@ All of this is true of drafts whose proposals depend on the text alone.  Of othe
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import pairwise
 from math import log
 
 import numpy as np
@@ -144,10 +145,10 @@ def replay(
 
 
 def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None = None) -> Replay:
-    """Return the bound for trees of a policy's size: in hindsight, the best tree of the recorded candidates.
+    """Return the bound for trees of a policy's size: in hindsight, the best tree of what was recorded.
 
     A step accepts as long as the text's next token is among the candidates that some draft has after the tokens before
-    it, up to the policy's depth and nodes.
+    it, or in its recorded tree, up to the policy's depth and nodes.
 
     Raises:
         InputError: the policy is deeper than the recorded trees.
@@ -155,9 +156,12 @@ def oracle(trace: Trace, policy: Policy, *, drafts: Sequence[int | str] | None =
     indices = chosen_drafts(trace, drafts)
     _check_size(policy, "depth", policy.max_depth, trace.settings["depth"])
     widths = [np.inf] * min(policy.max_depth, policy.max_nodes)
-    return _replayed(
-        trace, policy, "oracle", indices, BOUND, lambda text: _accepted(_hits(text, widths, indices).max(0))
-    )
+
+    def lengths(text: TraceText) -> Floats:
+        in_trees = [_in_trees(text, draft, len(widths)) for draft in indices]  # which may have more children of a node
+        return _accepted((_hits(text, widths, indices) | np.stack(in_trees)).max(0))
+
+    return _replayed(trace, policy, "oracle", indices, BOUND, lengths)
 
 
 def chosen_drafts(trace: Trace, drafts: Sequence[int | str] | None) -> list[int]:
@@ -214,6 +218,20 @@ def _hits(text: TraceText, widths: Sequence[float], drafts: Sequence[int], coupl
     """Return whether each draft ranks token i + j below the level's width, (drafts, n, levels)."""
     ranks = np.stack([text.ranks(draft, coupled)[:, : len(widths)] for draft in drafts])
     return (ranks >= 0) & (ranks < np.array(widths))
+
+
+def _in_trees(text: TraceText, draft: int, levels: int) -> np.ndarray:
+    """Return whether a draft's recorded tree of each position holds token i + j and all before it, (n, levels)."""
+    drafted, ids = text.drafted[draft], text.token_ids
+    found = np.zeros((len(ids), levels), bool)
+    for position, (first, end) in enumerate(pairwise(drafted.first.tolist())):
+        node, depth, most = 0, 0, min(levels, len(ids) - position)
+        nodes = zip(drafted.tree_tokens[first:end].tolist(), drafted.tree_parents[first:end].tolist(), strict=True)
+        for number, (token, parent) in enumerate(nodes, 1):
+            if depth < most and parent == node and token == ids[position + depth]:
+                found[position, depth] = True
+                node, depth = number, depth + 1
+    return found
 
 
 def _accepted(hits: np.ndarray) -> Floats:
