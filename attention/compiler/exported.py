@@ -17,7 +17,7 @@ Where our kernel does all attention, a pass takes the nodes of all rows as one r
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -169,9 +169,9 @@ def export_pass(
     return fx.GraphModule(module, module.graph), sources
 
 
-def other_products(graph: fx.Graph) -> list[str]:
-    """Return the products of a graph that are not our kernels': a node's bits may depend on what else they multiply."""
-    found = {node.target for node in graph.nodes if node.op == "call_function"}
+def other_products(graphs: Iterable[fx.GraphModule]) -> list[str]:
+    """Return the products of graphs that are not our kernels': a node's bits may depend on what else they multiply."""
+    found = {node.target for each in graphs for node in each.graph.nodes if node.op == "call_function"}
     return sorted(str(each) for each in found if each in TORCHS or getattr(each, "namespace", "aten") not in KNOWN)
 
 

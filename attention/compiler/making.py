@@ -107,8 +107,8 @@ def make(model: TreeModel, form: str, aux_layers: Sequence[int], folder: Path, s
                 graphs = export(packed=True)
         packs, variants = bool(graphs), []
         graphs = graphs or export(packed=False)
-        others = sorted({name for graph, _ in graphs for name in exported.other_products(graph.graph)})
-        if form == ROUNDED_STATES and others:  # rounding magnifies what these make of another number of nodes
+        others = exported.other_products(graph for graph, _ in graphs) if form == ROUNDED_STATES else []
+        if others:  # rounding magnifies what these make of another number of nodes
             raise ValueError(f"a node's bits may depend on what else {', '.join(others)} multiplies")
         for number, (extra, (graph, sources)) in enumerate(zip(variants_of(model.model), graphs, strict=True)):
             path = folder / f"pass-{number}.pt2"
