@@ -48,7 +48,7 @@ class Guard:
                 return None
             message, asked = "a key is needed: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
             return ApiError(401, message, code="invalid_api_key", headers=asked)
-        host = headers.get("host", "")
+        host = headers.get("host", "").lower()
         name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
         if self.hosts and name not in self.hosts:
             return ApiError(400, f"the host {name!r:.60} is not this server's: ask {self.hosts[0]}, or use keys")

@@ -89,7 +89,7 @@ class Deltas:
             return {NAMED[name]: event["text"]}
         if kind == "region_close" and name == "tool_calls":
             function = event["value"]["function"]
-            arguments = function.get("arguments", {})
+            arguments = function.get("arguments") or {}
             text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
             called = {"name": function["name"], "arguments": text}
             if not isinstance(called["name"], str):

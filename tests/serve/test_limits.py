@@ -151,6 +151,11 @@ def test_control_tokens_in_messages_stay_text() -> None:
     assert lengths[1] - lengths[0] == len("<turn>y")
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:80", "LocalHost", "[::1]", "[::1]:80"])
+def test_a_host_has_its_names_in_any_case(server: Live, host: str) -> None:
+    assert asked(server, "GET", "/v1/models", headers={"Host": host})[0] == 200
+
+
 def test_a_decoder_without_a_tokenizer_is_refused(decoder: SpeculativeDecoder) -> None:
     with pytest.raises(InputError, match="with a tokenizer"):
         application(SpeculativeDecoder(decoder.target.model, drafts=[], compile=False))

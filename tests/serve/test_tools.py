@@ -178,6 +178,13 @@ def test_what_is_no_call_is_content(decoder: SpeculativeDecoder, size: int, text
     assert deltas.calls == 1
 
 
+@pytest.mark.parametrize("arguments", ["", ', "arguments": null', ', "arguments": {}'])
+def test_a_call_without_arguments_has_none(decoder: SpeculativeDecoder, arguments: str) -> None:
+    deltas = Deltas(decoder.tokenizer.get_response_parser(WRITTEN, prefix=""))
+    (part,) = deltas.of(f'<tool_call>{{"name": "now"{arguments}}}</tool_call>', ended=True)
+    assert part["tool_calls"][0]["function"] == {"name": "now", "arguments": "{}"}
+
+
 ADD: Any = {
     "type": "object",
     "properties": {"a": {"enum": ["x", "ü"]}, "b": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3}},
