@@ -183,7 +183,8 @@ def _written(room: Tensor, values: Sequence[Tensor]) -> Tensor:
     for each in values:
         ordered = _by_blocks(each).unflatten(2, (times, -1)).permute(0, 2, 3, 1).flatten(2).contiguous()
         size = ordered.shape[2] * each.itemsize
-        room[..., :size] = ordered.view(torch.uint8).unflatten(1, room.shape[1:-1])
+        words = room[..., :size].view(torch.int64)  # eight bytes at a time
+        words.copy_(ordered.view(torch.int64).unflatten(1, room.shape[1:-1]))
         room = room[..., size:]
     return room
 
