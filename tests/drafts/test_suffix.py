@@ -311,6 +311,27 @@ def test_the_oldest_texts_are_forgotten():
     assert memory.index.ids[-1] == 4999
 
 
+def test_ctrl_c_while_a_memory_learns_leaves_it_whole():
+    class Special:
+        stops = True
+
+        def __contains__(self, token):
+            if self.stops and token == STORY[20]:
+                raise KeyboardInterrupt
+            return False
+
+    memory = Memory()
+    memory.index.special = Special()
+    with pytest.raises(KeyboardInterrupt):
+        memory.learn([STORY])
+    memory.index.special.stops = False
+    memory.learn([STORY])
+    wanted = indexed(STORY[:21], STORY)
+    assert memory.index.ids == wanted.ids
+    assert {len(before) for before in memory.index.before} == {len(wanted.ids)}
+    assert memory.index.occurrences(tuple(STORY[:-1]), 0) == wanted.occurrences(tuple(STORY[:-1]), 0)
+
+
 def test_a_memory_is_saved_and_loaded(target, tmp_path):
     """The file's texts draft as those of the memory that was saved; a path is enough."""
     decoder = SpeculativeDecoder(target, byte_tokenizer(), ["suffix"], DEEP, memory=Memory())

@@ -87,8 +87,8 @@ class TextIndex:
         """Begin a new text: no n-gram reaches back into the one before."""
         if self.ids:
             self.ids.append(BREAK)
-            for before in self.before:
-                before.append(-1)
+            for before in self.before:  # which Ctrl-C in the text before may have left shorter
+                before.extend([-1] * (len(self.ids) - len(before)))
         self.start = len(self.ids)
 
     def extend(self, ids: Sequence[int]) -> None:
