@@ -255,10 +255,12 @@ class Scheduler:
 
         Raises:
             InputError: it was added before, or another decoder prepared it.
+            SamplingError: it asks for contrastive search, and the scheduler's trees are sampled.
         """
         if request.added or request.decoder is not self.decoder:
             why = "was added before" if request.added else "is another decoder's"
             raise InputError(f"{request} {why}: prepare one for each text, with the scheduler's decoder")
+        sized(self._policy, [request.row])  # or it raises
         request.added = True
         self._waiting.append(request)
         return request

@@ -19,10 +19,10 @@ from test_heads import draft_for
 from specinfer import Auto, BestFirst, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache
 from specinfer.drafts.lookup.ngram import NGramDraft
-from specinfer.engine.scheduler import LESSON
+from specinfer.engine.scheduler import LESSON, Scheduler
 from specinfer.engine.sessions import CHUNK
 from specinfer.engine.store import PrefixStore
-from specinfer.errors import InputError, NumericalError
+from specinfer.errors import InputError, NumericalError, SamplingError
 
 NEW = 8
 GREEDY = {"max_new_tokens": NEW, "temperature": 0}
@@ -617,6 +617,14 @@ def test_a_request_is_added_once_where_it_belongs(target):
         decoder(target).scheduler().add(made.prepare(PROMPTS[0], **GREEDY))
     with pytest.raises(InputError, match="max_rows"):
         made.scheduler(0)
+    search = made.prepare(PROMPTS[0], penalty_alpha=0.5, top_k=3, max_new_tokens=NEW)
+    sampled = Scheduler(made, policy=Sampled((2,)))
+    with pytest.raises(SamplingError, match="not ranked"):
+        sampled.add(search)
+    assert sampled.idle
+    scheduler = made.scheduler()
+    scheduler.add(search)  # where it may
+    assert len(drained(scheduler)[search]) == NEW
 
 
 def test_drafts_learn_when_a_batch_has_ended(target):
