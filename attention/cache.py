@@ -62,14 +62,10 @@ class Stack:
         """
         layers, before, heads, slots, dim = self.data.shape
         if rows > before or capacity != slots:
-            earlier, growth = self.data, GROWTH if rows > before and self.data.device.type == "cpu" else 1
-            self.hold(_zeros(earlier, layers, max(rows, growth * before), heads, capacity, dim))
-            self.take(earlier, 0, [min(count, slots) for count in used])
-
-    def take(self, data: Tensor, first: int, used: Sequence[int]) -> None:
-        """Copy the used slots of other buffers' rows into the rows from ``first`` on; touch no others."""
-        for row, count in enumerate(used):
-            self.data[:, first + row, :, :count] = data[:, row, :, :count]
+            growth = GROWTH if rows > before and self.data.device.type == "cpu" else 1
+            larger = _zeros(self.data, layers, max(rows, growth * before), heads, capacity, dim)
+            _copy_rows(larger, 0, self.data, [min(count, slots) for count in used])
+            self.hold(larger)  # now that it is whole: Ctrl-C may come at any time, and what was read is kept then
 
     def move_slots(self, rows: Tensor, sources: Tensor, targets: Tensor) -> None:
         """Copy slots of rows, (n,) each."""
@@ -337,7 +333,7 @@ class TreeCache(Cache):
             for mine, theirs in zip(chain(*self.stacks), chain(*other.stacks), strict=True):
                 if self.fixed:  # a graph has fed rows beyond the batch, perhaps numbers that are none
                     mine.data[:, self.rows : rows].zero_()
-                mine.take(theirs.data, self.rows, other.lengths)
+                _copy_rows(mine.data, self.rows, theirs.data, other.lengths)
         self.rows += other.rows
         self.lengths, self.pending = [*self.lengths, *other.lengths], [0] * self.rows
         self._buffers = None
@@ -389,7 +385,7 @@ class TreeCache(Cache):
         for layer in other.layers[len(self.layers) :]:
             self.layers.append(TreeLayer(weakref.proxy(self)))
             if layer.is_initialized:
-                self.layers[-1].lazy_initialization(*layer.buffers)
+                self.layers[-1].lazy_initialization(*(stack.data[index] for stack, index in layer.stacks))
 
     def _reserve(self, needed: int, written: int = 0) -> None:
         """Make room for the needed slots of every row, and for those that padding is written to, beyond the maximum."""
@@ -417,6 +413,12 @@ class TreeCache(Cache):
         for row, path in enumerate(paths):
             if path and not all(a < b for a, b in pairwise((-1, *path, self.pending[row]))):
                 raise CacheError(f"row {row}: path {list(path)} is not ascending within {self.pending[row]} slots")
+
+
+def _copy_rows(buffers: Tensor, first: int, others: Tensor, used: Sequence[int]) -> None:
+    """Copy the used slots of other buffers' rows into the rows from ``first`` on; touch no others."""
+    for row, count in enumerate(used):
+        buffers[:, first + row, :, :count] = others[:, row, :, :count]
 
 
 def _zeros(like: Tensor, *shape: int) -> Tensor:

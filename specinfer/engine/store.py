@@ -229,13 +229,14 @@ class StoringSession(TreeSession):
 
     Attributes:
         rows: what is known of each.
+        types: of the weights, and the one that autocast computes in, if it does: keys and values are of the latter.
         drafts: sessions beside this one, whose caches are kept with the target's.
         steps: the states of committed tokens, per row, by step, that the rows do not hold yet.
     """
 
     def __init__(self, store: PrefixStore, texts: Sequence[Text], session: TreeSession, owners: Owners) -> None:
         super().__init__(session.model, session.cache, session.aux_layers, session.run, session.repeated)
-        self.store, self.owners = store, owners
+        self.store, self.owners, self.types = store, owners, (self.dtype, self.model.autocast)
         self.forgets = bool(self.aux_layers) and all(owner is not None for owner, _ in owners)
         self.rows = [Followed(text) for text in texts]
         self.drafts: Sequence[Reads] = ()
@@ -244,7 +245,7 @@ class StoringSession(TreeSession):
     def key(self, text: Text) -> tuple[object, ...]:
         """Return what is equal for texts that may share what was read."""
         owners = tuple(owner for owner, _ in self.owners)
-        return text.salt, self.model.model, self.aux_layers, self.dtype, owners
+        return text.salt, self.model.model, self.aux_layers, self.types, owners
 
     def needing(self, text: Text) -> list[object]:
         """Return the owners who need hidden states of a text: it fits into their contexts."""
@@ -296,8 +297,9 @@ class StoringSession(TreeSession):
         self._forget(leaving)
         for number in leaving:
             self.store.keep(self.prefix(number), self)
+        rows, self.rows = self.rows, []  # if Ctrl-C comes while they move, nothing is kept of them
         self.cache.keep([None if path is None else () for path in paths])
-        self.rows = [row for row, path in zip(self.rows, paths, strict=True) if path is not None]
+        self.rows = [row for row, path in zip(rows, paths, strict=True) if path is not None]
         self.unread = [()] * len(self.rows)
         return [None if path is None else states for path, states in zip(paths, found, strict=True)]
 

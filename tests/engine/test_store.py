@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from conftest import like, tiny_llama
+from conftest import like, plain, tiny_llama
 from schedules import run_at_random
 from test_heads import draft_for
 from test_stateful import build
@@ -14,10 +14,12 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from specinfer import BestFirst, Sampled, SpeculativeDecoder
 from specinfer.attention import TreeCache, TreeModel, resumed
+from specinfer.attention import cache as caches
 from specinfer.common.tensors import concat
 from specinfer.drafts.head import HeadDraft
 from specinfer.drafts.language_model import ModelDraft
 from specinfer.drafts.lookup.suffix import LookupDraft
+from specinfer.engine import sessions
 from specinfer.engine.prefixes import LEAST, Prefix, cache_of
 from specinfer.engine.sessions import CHUNK
 from specinfer.engine.store import SHARE, STEPS, PrefixStore, Text
@@ -528,6 +530,70 @@ def test_a_text_takes_the_place_of_its_own_beginnings(target):
         scheduler.add(made.prepare(prompt, max_new_tokens=1, temperature=0))
         drained(scheduler)
     assert kept(store) == [LONG, [*SHORTER, 3], OTHERS[1]] or kept(store) == [[*SHORTER, 3], LONG, OTHERS[1]]
+
+
+@pytest.mark.parametrize("copies", [1, 2, 3, 4])
+def test_what_ctrl_c_in_a_growing_cache_leaves_is_what_was_read(target, monkeypatch, copies):
+    """Each growth copies the keys, then the values."""
+    monkeypatch.setattr(sessions, "FIRST_TOKENS", 4)
+    made = decoder(target, "none")
+    scheduler, left = made.scheduler(store=PrefixStore()), [copies]
+
+    def copied(*given):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        return copy_rows(*given)
+
+    request = scheduler.add(made.prepare(LONG, max_new_tokens=60, temperature=0))
+    copy_rows = caches._copy_rows
+    monkeypatch.setattr(caches, "_copy_rows", copied)
+    with pytest.raises(KeyboardInterrupt):
+        drained(scheduler)
+    monkeypatch.setattr(caches, "_copy_rows", copy_rows)
+    ids = [*request.row.ids]
+    again = scheduler.add(made.prepare(ids, max_new_tokens=8, temperature=0))
+    drained(scheduler)
+    assert again.cached_tokens == len(ids) - 1
+    assert again.result.token_ids == plain(target, ids, 8)
+
+
+def test_what_ctrl_c_leaves_while_rows_move_up_is_of_no_other_row(target, monkeypatch):
+    made, keep = decoder(target, "none"), TreeCache.keep
+    scheduler = made.scheduler(store=PrefixStore())
+    short = scheduler.add(made.prepare(LONG, max_new_tokens=2, temperature=0))
+    scheduler.add(made.prepare([9, *LONG, *LONG], max_new_tokens=20, temperature=0))
+
+    def kept_and_stopped(self, paths):
+        keep(self, paths)
+        if None in paths:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(TreeCache, "keep", kept_and_stopped)
+    with pytest.raises(KeyboardInterrupt):
+        drained(scheduler)
+    monkeypatch.setattr(TreeCache, "keep", keep)
+    ids = [*short.row.ids, 3]
+    again = scheduler.add(made.prepare(ids, max_new_tokens=8, temperature=0))
+    drained(scheduler)
+    assert again.cached_tokens == len(ids) - 2
+    assert again.result.token_ids == plain(target, ids, 8)
+
+
+def test_what_was_read_under_autocast_is_found_under_autocast():
+    made = decoder(tiny_llama().float(), "none")
+    store = PrefixStore()
+
+    def cached_tokens():
+        scheduler = made.scheduler(store=store)
+        request = scheduler.add(made.prepare(LONG, max_new_tokens=2, temperature=0))
+        drained(scheduler)
+        return request.cached_tokens
+
+    for found in (0, len(LONG) - 1):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert cached_tokens() == found
+        assert cached_tokens() == found
 
 
 def test_a_model_that_keeps_states_reads_everything():
