@@ -13,6 +13,7 @@ from threading import Lock
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,7 +25,7 @@ from specinfer.attention.passes.plain import PlainPass, TensorPass
 from specinfer.attention.passes.stateful import StatefulPass
 from specinfer.attention.torch_private import modules_of
 from specinfer.common.tensors import concat, on_device
-from specinfer.errors import InputError
+from specinfer.errors import InputError, TreeError
 from specinfer.tree import Forest, TokenTree
 
 PREFILL_CHUNK = 512  # the most prompt tokens of a row that one pass reads on a CPU ...
@@ -158,11 +159,16 @@ class TreeSession:
         """Score every node of one tree per row in one pass: logits (n, V) of each row, in the order of its nodes.
 
         Trees that are still on the device stay there, if the pass is replayed; padding has logits as well, the last n.
+
+        Raises:
+            TreeError: a node holds a token that the model cannot read.
         """
         read = sum(map(len, self.unread))
+        trees = Forest.of(trees)
+        if not read and self.replays and trees.slots and trees.slots.tokens.device == self.device:
+            return self.append(lay_out_slots(trees.slots, trees.roots))
+        self._check_tokens(trees.nodes.tokens)
         if not read:
-            if self.replays and isinstance(trees, Forest) and trees.slots and trees.slots.tokens.device == self.device:
-                return self.append(lay_out_slots(trees.slots, trees.roots))
             width = self.repeated.width(max(map(len, trees)))
             return self.append(lay_out_trees(trees, self.device, width=width))
         started = perf_counter()
@@ -171,6 +177,13 @@ class TreeSession:
         self.seconds += spent * (1 - share)
         self.prefill_seconds += spent * share
         return logits
+
+    def _check_tokens(self, tokens: np.ndarray) -> None:
+        """Raise TreeError for a token that the model cannot read: it has no embedding, and a pass may crash on it."""
+        end = self.model.embedded
+        if tokens.min() < 0 or tokens.max() >= end:
+            token = tokens[(tokens < 0) | (tokens >= end)][0]
+            raise TreeError(f"token {token} was drafted, but the vocabulary is [0, {end}): propose its ids alone")
 
     def commit(self, paths: Sequence[Sequence[int] | None]) -> Sequence[Tensor | None]:
         """Keep these pending slots of each row, forget the others, retire rows given None (`TreeCache.keep`).

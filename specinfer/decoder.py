@@ -168,6 +168,8 @@ class SpeculativeDecoder:
                 self.notes.append(f"tree={suited}: {draft.name} has nodes that must not be cut")
         self.verifier.check(self.policy.kind)
         self.aux_layers = sorted({layer for draft in self.drafts for layer in draft.aux_layers})
+        if unknown := [layer for layer in self.aux_layers if layer not in range(self.target.layers + 1)]:
+            raise InputError(f"aux_layers={unknown}: the target's hidden states are 0 to {self.target.layers}")
         for network in self.networks:
             is_head = network is not self.target and hasattr(network.model, "pass_inputs")
             aux_layers = self.aux_layers if network is self.target else [0] if is_head else []

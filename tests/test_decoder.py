@@ -4,6 +4,7 @@ import copy
 import gc
 import re
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,7 @@ from specinfer import BestFirst, Chain, Expansion, Memory, ModelDraft, Sampled, 
 from specinfer.attention import Support, TreeCache
 from specinfer.calls.text_stream import TextStream
 from specinfer.drafts.lookup.ngram import NGramDraft
+from specinfer.engine.draft import DraftSession
 from specinfer.engine.verify import ExactMatch, MultiStep
 from specinfer.errors import (
     InputError,
@@ -45,9 +47,11 @@ from specinfer.errors import (
     SamplingError,
     SpecinferError,
     TokenizerMismatch,
+    TreeError,
     UnsupportedModel,
 )
 from specinfer.results import Contribution, Step, contribution
+from specinfer.tree import DenseSource
 
 TREES = {
     "auto": "auto",
@@ -702,6 +706,60 @@ def test_a_draft_that_yields_nan_is_a_clear_error(target, tree):
         broken.lm_head.weight[7] = torch.nan
     with pytest.raises(NumericalError, match="draft 0"):
         decoder.generate([1, 2], max_new_tokens=4)
+
+
+class Answering(Scripted):
+    """A draft of one's own whose distributions a function of the tokens' shape gives."""
+
+    def open(self, context):
+        """Ask the function."""
+        session = super().open(context)
+        session.propose = partial(DraftSession.propose, session)
+        session.source = lambda roots: DenseSource(lambda level: self.future(level.tokens.shape), len(roots))
+        return session
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda shape: torch.zeros(VOCAB), r"draft 0 returned torch.float32 \(264,\): give .* shape \(2, 1, V\)"),
+        (lambda shape: torch.zeros(3, 1, VOCAB), r"draft 0 returned torch.float32 \(3, 1, 264\)"),
+        (lambda shape: torch.zeros(*shape, 0), r"draft 0 returned torch.float32 \(2, 1, 0\)"),
+        (lambda shape: torch.zeros(*shape, VOCAB, dtype=torch.int64), "draft 0 returned torch.int64"),
+        (lambda shape: None, "draft 0 returned NoneType"),
+        (lambda shape: torch.arange(VOCAB + 3.0).expand(*shape, -1), r"token 26[456] was drafted, .* \[0, 264\)"),
+    ],
+)
+def test_a_draft_that_answers_with_no_distributions_is_a_clear_error(target, answer, message):
+    """Nor may it propose tokens that the target has no embedding of."""
+    decoder = SpeculativeDecoder(target, drafts=[Answering(answer)], tree=BestFirst(4, 2))
+    with pytest.raises(SpecinferError, match=message):
+        decoder.generate(PROMPTS[:2], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_draft_with_trees_for_other_rows_is_refused(target, rows):
+    """Trees are told apart by their order alone."""
+    draft = Scripted(lambda row: [1])
+    open_session = draft.open
+
+    def with_other_rows(context):
+        session = open_session(context)
+        session.rows = (session.rows * 2)[:rows]
+        return session
+
+    draft.open = with_other_rows
+    with pytest.raises(TreeError, match=f"scripted proposed {rows} trees for 2 rows"):
+        SpeculativeDecoder(target, drafts=[draft], tree=Chain(2)).generate(PROMPTS[:2], max_new_tokens=4)
+
+
+@pytest.mark.parametrize("layers", [(3,), (0, -1), (0.5,)])
+def test_a_draft_that_reads_no_layer_of_the_target_is_refused(target, layers):
+    """Layers are counted as transformers counts them: 0 is the embedding, 2 the last of two."""
+    draft = Scripted(lambda row: [1])
+    draft.aux_layers = layers
+    with pytest.raises(InputError, match=r"aux_layers=.*: the target's hidden states are 0 to 2"):
+        SpeculativeDecoder(target, drafts=[draft])
 
 
 # ---- edges ----

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from specinfer.errors import PolicyError
+from specinfer.errors import InputError, PolicyError
 from specinfer.tree.candidates import draw_candidates, top_candidates
 from specinfer.tree.forest import ROOT, Forest, Frontier, Growth, Listing, on_host
 from specinfer.tree.lattice import Lattice
@@ -516,11 +516,20 @@ class DenseSource:
 
     def top(self, frontier: Frontier, k: int) -> tuple[Tensor, Tensor]:
         """Return the k likeliest tokens of each node: see `top_candidates`."""
-        return top_candidates(self.log_probs(frontier), k)
+        return top_candidates(self._asked(frontier), k)
 
     def draw(self, frontier: Frontier, k: int, replacement: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return k tokens drawn for each node: see `draw_candidates`."""
-        return draw_candidates(self.log_probs(frontier), k, replacement, self.generator)
+        return draw_candidates(self._asked(frontier), k, replacement, self.generator)
+
+    def _asked(self, frontier: Frontier) -> Tensor:
+        """Return the distributions below a frontier; InputError if the function's answer is none of them."""
+        found, (rows, width) = self.log_probs(frontier), frontier.tokens.shape
+        is_shaped = isinstance(found, Tensor) and found.shape[:-1] == (rows, width) and found.shape[-1] > 0
+        if is_shaped and found.is_floating_point():
+            return found
+        kind = f"{found.dtype} {tuple(found.shape)}" if isinstance(found, Tensor) else type(found).__name__
+        raise InputError(f"log_probs of draft {self.draft} returned {kind}: give floats of shape ({rows}, {width}, V)")
 
 
 def _zeros(source: Source) -> Tensor:

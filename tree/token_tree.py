@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specinfer.common.records import Record
 
 MOST_DRAFTS = 62  # their ids are bits of a mask
+ROUNDED = 1e-3  # how far rounding may take the sum of a distribution from 1
 SLACK = 1e-6  # how far rounding may lift a child's score above its parent's
 
 
@@ -448,6 +449,9 @@ def _check_distributions(nodes: Nodes, kind: Kind) -> None:
             raise TreeError(f"node {parent}: the distribution that draft {draft} drew its children from is missing")
         if distribution.ndim != 1 or token >= len(distribution) or not distribution[token] > 0:
             raise TreeError(f"node {node}: token {token} has no probability in the distribution it was drawn from")
+        total = float(distribution.sum())
+        if not abs(total - 1) <= ROUNDED:
+            raise TreeError(f"node {parent}: what draft {draft} drew from sums to {total:g}, not to 1")
         used.add((parent, draft))
     if unused := distributions.keys() - used:
         node, draft = min(unused)

@@ -24,6 +24,7 @@ from specinfer.engine.prefixes import Cached, cache_of
 from specinfer.engine.sequence import Row
 from specinfer.engine.store import Beginning, Owners, PrefixStore, StoringSession
 from specinfer.engine.verify import ExactMatch, Verifier
+from specinfer.errors import TreeError
 from specinfer.results import Seconds
 from specinfer.tree import Forest, Policy
 
@@ -120,13 +121,19 @@ class Drafting(Clocked):
         return self.session.prefill_seconds + self.reading_seconds
 
     def propose(self, policy: Policy, roots: Sequence[int], max_depth: int) -> Forest:
-        """Return one tree per row, as the session grows them; bare roots for rows that have left or are late."""
+        """Return one tree per row, as the session grows them; bare roots for rows that have left or are late.
+
+        Raises:
+            TreeError: the session has more trees than rows, or fewer.
+        """
         started, bare = perf_counter() - self.prefill_seconds, Forest(policy.kind, roots)
         self._tell()
         self._open()
         self._asked = True
         grown = self.session.propose(policy, self._of_inside(roots), max_depth) if any(self.inside) else bare
         self.proposing += perf_counter() - self.prefill_seconds - started
+        if grown is not bare and len(grown) != (rows := sum(self.inside)):
+            raise TreeError(f"{self.draft.name} proposed {len(grown)} trees for {rows} rows: one tree a row")
         if len(grown) == len(bare):
             return grown
         trees = iter(grown)

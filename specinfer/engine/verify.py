@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specinfer.errors import InputError, PairingError
+from specinfer.errors import InputError, PairingError, TreeError
 from specinfer.tree import Kind, TokenTree
 
 Probabilities = NDArray[np.float64]
@@ -116,6 +116,7 @@ class MultiStep(Verifier):
 
         Raises:
             PairingError: the tree is a record without its distributions (`TokenTree.without_distributions`).
+            TreeError: a distribution is over another vocabulary than the target's.
         """
         if len(tree) > 1 and not tree.distributions:
             raise PairingError("this tree has no distributions (any more), and acceptance divides by them")
@@ -133,6 +134,11 @@ class MultiStep(Verifier):
         for draw, child in tree.draws_under(node):
             if draw.draft not in remaining:
                 remaining[draw.draft] = tree.distributions[node, draw.draft].copy()
+                if len(remaining[draw.draft]) != len(p):
+                    raise TreeError(
+                        f"draft {draw.draft} drew from {len(remaining[draw.draft])} tokens, the target from {len(p)}: "
+                        "report the probability of each, 0 of those that are never drawn"
+                    )
             q, token = remaining[draw.draft], int(tree.tokens[child])
             if target.accepts(min(1.0, p[token] / q[token])):
                 return child, p

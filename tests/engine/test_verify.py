@@ -18,7 +18,7 @@ from specinfer.engine.gumbel import DRAFT, Coupling, key
 from specinfer.engine.sampling import resolve
 from specinfer.engine.sequence import Row, RowView
 from specinfer.engine.verify import ExactMatch, MultiStep, Verdict, Verifier, residual
-from specinfer.errors import NumericalError, PairingError
+from specinfer.errors import NumericalError, PairingError, TreeError
 from specinfer.evaluation.certification import NoResidual
 from specinfer.tree import Draw, Kind, TokenTree
 
@@ -380,6 +380,13 @@ def test_coins_keep_their_ends(base):
     target = view(base, TokenTree.root_only(9), [P], 0)
     assert all(target.accepts(1.0) for _ in range(1000))
     assert not any(target.accepts(0.0) for _ in range(1000))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_law_over_another_vocabulary_is_refused(size):
+    """One of a single token would even be subtracted from all of p."""
+    with pytest.raises(TreeError, match=f"draft 0 drew from {size} tokens, .* 2"):
+        MultiStep().verify(family([np.eye(size)[0]], [(0, 0)]), Scripted([[0.5, 0.5]], coins=[0.9]))
 
 
 def test_records_without_laws_cannot_be_verified_by_mistake():

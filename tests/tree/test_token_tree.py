@@ -15,6 +15,7 @@ from specinfer.errors import TreeError
 from specinfer.tree import Draw, Kind, TokenTree
 
 ONE = (Draw(0, 0),)
+EVEN = np.full(9, 1 / 9)
 
 
 def small() -> TokenTree:
@@ -201,12 +202,11 @@ def test_without_laws_is_a_light_record() -> None:
         ({"draws": ((), ONE, ONE, ONE, (Draw(0, 1),))}, "node 1: draw 1 of draft 0"),
         ({"draws": ((), ONE, ONE, (Draw(0, 1),), (Draw(0, 2),))}, "node 0: draw 1 of draft 0"),
         ({"distributions": {(1, 0): np.ones(9)}}, "node 1: a ranked tree"),
-        ({"distributions": {(1, 0): np.ones(9)}, "kind": "iid"}, "node 0: the distribution .* draft 0 .* missing"),
-        ({"distributions": {(0, 0): np.ones(9), (1, 0): np.eye(9)[8]}, "kind": "iid"}, "node 3: token 6 has no prob"),
-        (
-            {"distributions": {(i, 0): np.ones(9) for i in range(3)}, "kind": "iid"},
-            "node 2: draft 0 has a distribution",
-        ),
+        ({"distributions": {(1, 0): EVEN}, "kind": "iid"}, "node 0: the distribution .* draft 0 .* missing"),
+        ({"distributions": {(0, 0): EVEN, (1, 0): np.eye(9)[8]}, "kind": "iid"}, "node 3: token 6 has no prob"),
+        ({"distributions": {(i, 0): EVEN for i in range(3)}, "kind": "iid"}, "node 2: draft 0 has a distribution"),
+        ({"distributions": {(0, 0): EVEN, (1, 0): np.ones(9)}, "kind": "iid"}, "node 1: .* draft 0 .* sums to 9"),
+        ({"distributions": {(0, 0): EVEN, (1, 0): EVEN + np.inf}, "kind": "iid"}, "node 1: .* draft 0 .* sums to inf"),
     ],
 )
 def test_errors_name_the_node(change: dict, message: str) -> None:
