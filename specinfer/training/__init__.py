@@ -105,7 +105,7 @@ def distill(
         InputError: before the target runs: no tokenizer, a prompt is too long, or the folder has other settings, is
             held by another run or cannot be written.
         UnsupportedModel: the target's logits do not follow from its last hidden states (`check_logits`), or it was
-            loaded with a ``device_map``, or its weights are packed.
+            loaded with a ``device_map``, its weights are packed, or an lm cannot be made of so many of its layers.
         ModelError, TokenizerMismatch: a draft to train on from is no head, or belongs to another target.
         NumericalError: the loss is not a number; the last good checkpoint stays.
         SpecinferError: the disk is full; finished drafts stay.
@@ -143,6 +143,8 @@ def _check_target(model: PreTrainedModel, recipe: Recipe) -> None:
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
     if recipe.arch == "lm" and recipe.training.layers > layers:
         raise InputError(f"layers={recipe.training.layers} of an lm are more than the target's {layers}: give fewer")
+    if recipe.arch == "lm":
+        train.outer_layers(model, recipe.training.layers)  # before hours of text are made
 
 
 def _train(

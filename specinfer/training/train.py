@@ -24,6 +24,7 @@ from specinfer.drafts.head import HeadDraft, target_fingerprint
 from specinfer.drafts.head_network import HeadNetwork
 from specinfer.drafts.published.layers import network_config
 from specinfer.engine.gumbel import TRAINING, key
+from specinfer.errors import UnsupportedModel
 from specinfer.training.data import Texts
 from specinfer.training.job import TrainingJob, processes
 from specinfer.training.losses import CausalLMLoss, HeadLoss, first_logits
@@ -31,6 +32,7 @@ from specinfer.training.optimise import evaluate, in_bfloat16, optimise
 
 INVERSE_TEMPERATURES = [1 + step / 20 for step in range(21)]  # tried for a head, see `fit_inverse_temperature`
 CALIBRATION_BATCHES = 8  # of held-out text that they are tried on
+LAYER_KINDS = "layer_types", "mlp_layer_types", "no_rope_layers"  # a configuration's lists of an entry for each layer
 LAYER_NUMBER = re.compile(r"(\.(?:layers|h|blocks)\.)(\d+)")  # in the names of a model's weights
 
 
@@ -171,7 +173,7 @@ def train_causal_lm(
     settings, out = job.settings, job.folder
     torch.manual_seed(key(settings.seed, TRAINING))
     texts = Texts(shards, settings.held_out, settings.seed)
-    model = _outer_layers(target, settings.layers)
+    model = outer_layers(target, settings.layers)
     figures = optimise(CausalLMLoss(model, target, settings), texts, (), job, progress)
     if processes(target.device).is_main_process:
         with storing(out):
@@ -181,17 +183,27 @@ def train_causal_lm(
     return figures
 
 
-def _outer_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
-    """Return a copy of the target, in float32, with its first ``layers // 2`` layers and its last ones."""
+def outer_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
+    """Return a copy of the target, in float32, with its first ``layers // 2`` layers and its last ones.
+
+    Raises:
+        UnsupportedModel: they are of other kinds than such a model has in their places.
+    """
     config = deepcopy(target.config)
     kept = [*range(layers // 2), *range(config.num_hidden_layers - layers + layers // 2, config.num_hidden_layers)]
     config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i] for i in kept]
+    for kinds in LAYER_KINDS:
+        if getattr(config, kinds, None):
+            setattr(config, kinds, [getattr(config, kinds)[i] for i in kept])
     model: Any = type(target)(config)
     model.to(target.device)
-    weights = target.state_dict()
-    names = {name: LAYER_NUMBER.sub(lambda m: f"{m[1]}{kept[int(m[2])]}", name, count=1) for name in model.state_dict()}
+    weights, own = target.state_dict(), model.state_dict()
+    names = {name: LAYER_NUMBER.sub(lambda m: f"{m[1]}{kept[int(m[2])]}", name, count=1) for name in own}
+    if any(source not in weights or weights[source].shape != own[name].shape for name, source in names.items()):
+        raise UnsupportedModel(
+            f"{type(target).__name__} has layers of several kinds, and its layers {kept} make no model of {layers}: "
+            "give another number of layers, or train a head"
+        )
     model.load_state_dict({name: weights[source] for name, source in names.items()})
     for part in (model.get_input_embeddings(), model.get_output_embeddings()):
         part.requires_grad_(False)

@@ -11,6 +11,7 @@ import torch
 from conftest import VOCAB, byte_tokenizer, tiny_llama
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     CohereConfig,
     Gemma2Config,
@@ -25,11 +26,12 @@ from transformers import (
 from specinfer.drafts.head import HeadDraft
 from specinfer.drafts.unrolled import chained_mask
 from specinfer.errors import InputError, NumericalError, SpecinferError, UnsupportedModel
-from specinfer.training import losses, optimise, train
+from specinfer.training import Recipe, distill, losses, optimise, train
 from specinfer.training.data import Batch, Texts
 from specinfer.training.job import TrainingJob, TrainingSettings
 from specinfer.training.logits import check_logits
 from specinfer.training.losses import SoftCrossEntropy
+from specinfer.training.recorded_text import TrainingPrompt
 from specinfer.training.train import train_causal_lm, train_head
 
 AUX_LAYERS = (1, 2)
@@ -350,9 +352,36 @@ def test_a_head_that_is_trained_on_ends_half_way(target, shards, tmp_path, monke
     assert figures["hits"] == rates
 
 
+def mixed(family, **options):
+    """A random model of four layers of several kinds."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4}
+    special = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    config = AutoConfig.for_model(family, vocab_size=VOCAB, num_key_value_heads=2, **sizes, **special, **options)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_outer_layers_keep_which_of_them_rotate():
+    """The fourth of SmolLM3's layers has no rotary positions, wherever it stands."""
+    target = mixed("smollm3")
+    assert target.config.no_rope_layers == [1, 1, 1, 0]
+    assert train.outer_layers(target, 2).config.no_rope_layers == [1, 0]
+
+
+def test_outer_layers_of_other_kinds_are_refused_before_text_is_made(tmp_path):
+    """A dense first layer cannot be the place of a mixture of experts."""
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}
+    target = mixed("qwen3_moe", decoder_sparse_step=2, **experts)
+    assert len(train.outer_layers(target, 2).model.layers) == 2
+    recipe = Recipe(1, "lm", training=replace(SETTINGS, layers=1))
+    prompts = [TrainingPrompt("a", "file", 1), TrainingPrompt("b", "file", 2)]
+    with pytest.raises(UnsupportedModel, match=r"layers of several kinds, and its layers \[3\] make no model of 1"):
+        distill(target, byte_tokenizer(), prompts, tmp_path / "out", recipe)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_small_language_model_is_the_targets_outer_layers_and_anybodys_to_load(shards, tmp_path):
     target = tiny_llama(spread=0.5, num_hidden_layers=4).float()
-    cut = train._outer_layers(target, 2)
+    cut = train.outer_layers(target, 2)
     for own, layer in zip(cut.model.layers, (target.model.layers[0], target.model.layers[3]), strict=True):
         for name, weight in own.state_dict().items():
             assert torch.equal(weight, layer.state_dict()[name])
