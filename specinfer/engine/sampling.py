@@ -44,6 +44,8 @@ _REFUSED: list[tuple[str, object, str]] = [
     ("num_assistant_tokens_schedule", "constant", 'the growth policy says how much is drafted: give tree="auto"'),
     ("assistant_confidence_threshold", 0.4, "give confidence_gate to SpeculativeDecoder"),
     ("assistant_early_exit", None, "use a draft model instead"),
+    ("is_assistant", False, "a draft is given to SpeculativeDecoder"),
+    ("assistant_lookbehind target_lookbehind", 10, "drafts of another tokenizer are read as text, whatever its length"),
     ("assistant_ensemble_weight", 0, "it is lossy by design"),
     ("use_mtp", False, "use a draft model instead"),
     ("speculation_type", None, "choose a tree policy instead"),
@@ -54,12 +56,14 @@ _REFUSED: list[tuple[str, object, str]] = [
     ("low_memory", False, "the engine brings its own tree cache"),
     ("cache_config max_cache_len prefill_chunk_size", None, "the engine brings its own tree cache"),
     ("compile_config", None, "give compile to SpeculativeDecoder"),
+    ("disable_compile", False, "give compile=False to SpeculativeDecoder"),
     ("continuous_batching_config", None, "use generate_many instead"),
 ]
 # Options in a checkpoint's own configuration that mean nothing to a call of a decoder-only model.
 _INHERITED = (
     *("use_cache", "cache_implementation", "decoder_start_token_id", "max_matching_ngram_size"),
     *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("is_assistant", "assistant_lookbehind", "target_lookbehind", "disable_compile"),
     *("length_penalty", "early_stopping", "cache_config", "max_cache_len", "prefill_chunk_size", "compile_config"),
 )
 # What transformers' `generate` takes beside fields of a configuration, or users give it: names, and what to do instead.
