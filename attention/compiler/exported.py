@@ -33,8 +33,8 @@ from specinfer.attention.forward import Forward
 from specinfer.attention.torch_private import run_time_check, sizes_may_be_one
 
 aten = torch.ops.aten
-# run-time checks of export: equal sizes, more than one row or node, enough slots
-EXPECTED = re.compile(r"expression (Eq\(s\d+, s\d+\)|Ne\(s\d+, 1\)|s\d+ <= s\d+) ")
+# run-time checks of export: equal sizes (to broadcast: or one), more than one row or node, enough slots
+EXPECTED = re.compile(r"expression ((Eq\(s\d+, 1\) \| )?Eq\(s\d+, s\d+\)|Ne\(s\d+, 1\)|s\d+ <= s\d+) ")
 # products of the first outputs of weights; an argument counts them
 COUNTED = torch.ops.specinfer.linear_blocks.default, torch.ops.specinfer.packed_linear.default
 OUTPUTS = 2  # its number
@@ -176,18 +176,30 @@ def other_products(graphs: Iterable[fx.GraphModule]) -> list[str]:
 
 
 def _drop_checks(graph: fx.Graph) -> None:
-    """Erase run-time checks that all passes satisfy, or that compare with one node and one row.
+    """Erase run-time checks that all passes satisfy, or that compare with one node and one row, or are of strides.
 
     Raises:
         ValueError: there is another check, so the graph would hold for some sizes only.
     """
     for node in reversed(graph.nodes):
         message = run_time_check(node)
-        if message and not EXPECTED.search(message):
+        if message and not EXPECTED.search(message) and not _is_of_strides(node):
             raise ValueError(f"the graph would hold for some sizes only: {message}")
         if message is not None:
             graph.erase_node(node)
     graph.eliminate_dead_code()
+
+
+def _is_of_strides(check: fx.Node) -> bool:
+    """Whether a check says that keys or values have more slots than a pass attends to.
+
+    Models are given the first slots only, so they know the number of all from strides: whether heads lie side by side,
+    and can be seen as one without a copy.  What is right if they do not is right if they do.
+    """
+    differ = inputs_of(check)[0]
+    sizes = inputs_of(inputs_of(differ)[0]) if differ.target is torch.sym_not else []
+    compared = {str(inputs_of(size)[0]).rstrip("0123456789") for size in sizes if size.target is aten.sym_size.int}
+    return compared in ({"tensors_keys_", "tensors_masks_"}, {"tensors_values_", "tensors_masks_"})
 
 
 # ---- weights as inputs ----
