@@ -365,18 +365,18 @@ class SpeculativeDecoder:
         request_of = partial(self._one_of_many, common, checked_flag("keep_stop_string", keep_stop_string))
         first = row_seeds(0 if seed is None else seed, 1)
         said = common.keys() & {"max_new_tokens", "max_length", "generation_config"}
-        length = {} if said else {"max_length": 2}  # prompts may say; a least number of tokens may exceed it
-        self._one_of_many({**length, **common, "seed": first}, True, [0], 0)  # or it raises
+        length = {} if said else {"max_length": 2}  # prompts may say
+        self._one_of_many({**length, **common, "seed": first}, True, [0], 0, short=True)  # or it raises
         return finished(self.scheduler(max_rows, PrefixStore(KEPT)), prompts, request_of)
 
     def _one_of_many(
-        self, common: Mapping[str, object], keep_stop_string: bool, prompt: object, number: int
+        self, common: Mapping[str, object], keep_stop_string: bool, prompt: object, number: int, short: bool = False
     ) -> Request:
         """Return the request of one of many prompts, with options of its own over common ones."""
         given = dict(prompt) if isinstance(prompt, Mapping) and "prompt" in prompt else {"prompt": prompt}
         functions = for_row(BatchRow(number, None), *(as_functions(name, common.get(name)) for name in FUNCTIONS))
         asked = {**common, **dict(zip(FUNCTIONS, functions, strict=True)), **given}
-        (request, *_), single = self._prepared(asked.pop("prompt"), asked, keep_stop_string, number)
+        (request, *_), single = self._prepared(asked.pop("prompt"), asked, keep_stop_string, number, short=short)
         if not single:
             raise InputError("one of many prompts is a list, or asks for several texts: give each its own prompt")
         return request
@@ -473,8 +473,12 @@ class SpeculativeDecoder:
         keep_stop_string: bool = True,
         first: int = 0,
         stopping: Callable[..., Stopping] = Stopping,
+        short: bool = False,
     ) -> tuple[list[Request], bool]:
-        """Return the requests of a call, numbered from `first` on, and whether it has one prompt, for one text."""
+        """Return the requests of a call, numbered from `first` on, and whether it has one prompt, for one text.
+
+        Least lengths are not compared with those that stand in for others, which are short.
+        """
         ours = cast(Options, {name: value for name, value in options.items() if name in OURS})
         config = {name: value for name, value in options.items() if name not in OURS}
         check_names(config, _options("open"), {name: _options(method) for method, name in METHODS.items()})
@@ -487,6 +491,8 @@ class SpeculativeDecoder:
         if (grammar := asked(part(ours, GrammarOptions))) is not None:
             settings = [setting.of_grammar(self.guidance.compiled(grammar)) for setting in settings]
         settings *= len(prompts.rows) // len(settings)
+        for setting, row in () if short else zip(settings, prompts.rows, strict=True):
+            setting.check_least(len(row))
         budgets = [setting.budget(len(row)) for setting, row in zip(settings, prompts.rows, strict=True)]
         self.check_lengths(prompts.rows, budgets, trees=1 if grammar is None else 2)
         sequences, seed = settings[0].sequences, ours.get("seed")

@@ -28,6 +28,7 @@ from torch.nn import functional
 
 from specinfer.attention.packed.products import is_x86
 from specinfer.attention.torch_private import has_packed_products, pack_weight
+from specinfer.common.memory import LargePages
 
 ROUNDED_STATES = "bf16_states"  # of models; it is the graph that rounds, and its weights are packed as bf16
 IN_FLOAT32 = ("bf16", ROUNDED_STATES, "rounded", "dynamic_int8")  # in these passes are float32, whatever the weights
@@ -99,17 +100,20 @@ def fits(weight: Tensor, form: str) -> bool:
 
 
 @torch.inference_mode()
-def pack(weights: Sequence[Tensor], form: str) -> Tensor:
+def pack(weights: Sequence[Tensor], form: str, pages: LargePages | None = None) -> Tensor:
     """Return weights (N_i, K) as one packed weight (sum of N_i, K), of `packed_shape` unless the form is "packed".
 
-    It may be a view of them in another order: whoever keeps it copies it.
+    Args:
+        weights, form: of one product.
+        pages: in which it lies; by default in pages of its own.
 
     Raises:
         ValueError: the form is "bf16", and a number is not a bfloat16 number.
     """
+    pages = pages or LargePages()
     if form == "packed":
         joined = _joined([weight.detach() for weight in weights])
-        return pack_weight(joined, ROWS[joined.dtype])
+        return pages.copy(pack_weight(joined, ROWS[joined.dtype]))
     if form == "bf16" and not all(map(_is_bfloat16, weights)):
         raise ValueError("not all are bfloat16 numbers any more")
     if form == "dynamic_int8":
@@ -119,11 +123,11 @@ def pack(weights: Sequence[Tensor], form: str) -> Tensor:
     missing = -len(lines) % BLOCK
     blocks = (functional.pad(lines, (0, 0, 0, missing)) if missing else lines).unflatten(0, (-1, BLOCK))
     words = blocks if form == "dynamic_int8" else blocks.unflatten(2, (-1, 2))
-    return words.transpose(1, 2)
+    return pages.copy(words.transpose(1, 2))  # a weight of a gigabyte is copied once
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor:
-    """Return weights (N_i, K) one after the other; a single one, perhaps of a gigabyte, is not copied."""
+    """Return weights (N_i, K) one after the other; a single one is not copied."""
     return torch.cat([*weights]) if len(weights) > 1 else weights[0]
 
 

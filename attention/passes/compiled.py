@@ -118,7 +118,7 @@ class CompiledPass(TensorPass):
             return f"packed weights need {needed / 1e9:.1f} GB of memory, and less is free"
         pages, packed = LargePages(), dict[Group, Tensor]()
         for form, group in groups:
-            packed[form, group] = pages.copy(pack([weights[name] for name in group], form))
+            packed[form, group] = pack([weights[name] for name in group], form, pages)
         for runner in self.runners.values():
             runner.weights = [self._input(source, weights, packed) for source in runner.sources]
         samples = [_sample(weight.view(-1)) for weight in weights.values() if weight.is_contiguous()]

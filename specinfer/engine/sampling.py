@@ -196,19 +196,24 @@ class GenerationSettings:
 
         Raises:
             InputError: the prompt is as long as ``max_length`` or longer.
-            SamplingError: with them, the text does not reach its least length.
         """
-        config, budget = self.config, self.max_new_tokens or self.config.max_length - prompt_length
-        if budget < 1:
-            length = f"max_length={config.max_length}"
+        if self.max_new_tokens is not None:
+            return self.max_new_tokens
+        if self.config.max_length <= prompt_length:
+            length = f"max_length={self.config.max_length}"
             raise InputError(f"{length} leaves no room after {prompt_length} tokens: raise it or give max_new_tokens")
-        name, least = "min_new_tokens", config.min_new_tokens
+        return self.config.max_length - prompt_length
+
+    def check_least(self, prompt_length: int) -> None:
+        """Raise `SamplingError` unless a row with this prompt may reach its least length."""
+        budget, name, least = self.budget(prompt_length), "min_new_tokens", self.config.min_new_tokens
         if not least:  # as in transformers, which else leaves min_length out
-            name, least = "min_length", (config.min_length or 0) - prompt_length
+            name, least = "min_length", (self.config.min_length or 0) - prompt_length
         if least > budget:
             most = f"at most {budget} new tokens follow the prompt's {prompt_length}"
-            raise SamplingError(f"{name}={getattr(config, name)} cannot be reached, {most}: lower it, or allow more")
-        return budget
+            raise SamplingError(
+                f"{name}={getattr(self.config, name)} cannot be reached, {most}: lower it, or allow more"
+            )
 
 
 def resolve(

@@ -42,6 +42,7 @@ from specinfer.attention.passes.graphs import GraphedPass
 from specinfer.attention.passes.plain import TensorPass
 from specinfer.attention.passes.registry import equip
 from specinfer.cli import app
+from specinfer.common.memory import LargePages
 from specinfer.drafts.head import HeadDraft
 from specinfer.drafts.online import Budget
 from specinfer.errors import InputError, NotCompiled
@@ -484,8 +485,9 @@ def test_forms_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     for output in (0, 1, 16, 31, 32, 39):
         assert found[output // 32, :, output % 32].flatten().equal(numbers[output].bfloat16())
     assert not found[1, :, 8:].any()  # beyond the last output
-    whole = numbers[:32].bfloat16()
-    assert pack([whole], "bf16").data_ptr() == whole.data_ptr()  # copied once, by whoever keeps it
+    pages, whole = Mock(LargePages), numbers[:32].bfloat16()
+    pack([whole], "bf16", pages)
+    assert pages.copy.call_args.args[0].data_ptr() == whole.data_ptr()  # it is copied once
     assert not fits(numbers[:, :15], "bf16")  # pairs of inputs
 
 
@@ -664,8 +666,8 @@ def test_a_patched_class_runs_plain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_package_is_refused_with_the_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    def wrongly(weights: Any, form: str) -> tuple[torch.Tensor, ...]:
-        return pack([weight * 1.1 for weight in weights], form)
+    def wrongly(weights: Any, form: str, pages: LargePages) -> torch.Tensor:
+        return pack([weight * 1.1 for weight in weights], form, pages)
 
     monkeypatch.setattr("specinfer.attention.passes.compiled.pack", wrongly)
     made = decoder(float_llama())

@@ -413,6 +413,13 @@ def test_a_least_number_of_tokens_needs_no_length_beside_it(target):
     assert min(map(len, found)) >= 7
 
 
+def test_least_lengths_are_compared_with_each_prompt(target):
+    made, common = decoder(target), {"min_length": 12, "max_new_tokens": 4, "temperature": 0}
+    found = {done.number: done.error for done in made.generate_many([[5] * 10, [5] * 3], **common)}
+    assert found[0] is None
+    assert "min_length=12 cannot be reached, at most 4 new tokens follow the prompt's 3" in str(found[1])
+
+
 def test_closing_early_releases_the_models(target):
     made = decoder(target)
     found = made.generate_many(own(temperature=0), max_rows=2)
