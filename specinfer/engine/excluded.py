@@ -45,4 +45,4 @@ class SuppressTokens(generation.SuppressTokensLogitsProcessor):
 
 def without(ids: Tensor, scores: Tensor) -> Tensor:
     """Return scores (B, V) that exclude ids; those that the vocabulary lacks change nothing."""
-    return scores.index_fill(1, ids[(ids >= 0) & (ids < scores.shape[1])], -inf)
+    return scores.index_fill(1, ids[(ids >= 0) & (ids < scores.shape[1])].long(), -inf)  # no ids are no integers

@@ -197,9 +197,9 @@ def outer_layers(target: PreTrainedModel, layers: int) -> PreTrainedModel:
             setattr(config, kinds, [getattr(config, kinds)[i] for i in kept])
     model: Any = type(target)(config)
     model.to(target.device)
-    weights, own = target.state_dict(), model.state_dict()
-    names = {name: LAYER_NUMBER.sub(lambda m: f"{m[1]}{kept[int(m[2])]}", name, count=1) for name in own}
-    if any(source not in weights or weights[source].shape != own[name].shape for name, source in names.items()):
+    weights, wanted = target.state_dict(), model.state_dict()
+    names = {name: LAYER_NUMBER.sub(lambda m: f"{m[1]}{kept[int(m[2])]}", name, count=1) for name in wanted}
+    if any(source not in weights or weights[source].shape != wanted[name].shape for name, source in names.items()):
         raise UnsupportedModel(
             f"{type(target).__name__} has layers of several kinds, and its layers {kept} make no model of {layers}: "
             "give another number of layers, or train a head"

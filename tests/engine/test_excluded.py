@@ -9,7 +9,7 @@ from specinfer.engine.processors import Processors
 from specinfer.engine.sampling import resolve
 
 VOCAB = 11
-IDS = [[3], [0, 10], [5, 5], [2, VOCAB, 400], [VOCAB]]  # some beyond the vocabulary
+IDS = [[3], [0, 10], [5, 5], [2, VOCAB, 400], [VOCAB], []]  # some beyond the vocabulary
 CASES = {
     "min_length": lambda kind, ids: kind(6, torch.tensor(ids), "cpu"),
     "min_new_tokens": lambda kind, ids: kind(2, 4, torch.tensor(ids), "cpu"),
