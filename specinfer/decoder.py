@@ -366,7 +366,7 @@ class SpeculativeDecoder:
         first = row_seeds(0 if seed is None else seed, 1)
         said = common.keys() & {"max_new_tokens", "max_length", "generation_config"}
         length = {} if said else {"max_length": 2}  # prompts may say
-        self._one_of_many({**length, **common, "seed": first}, True, [0], 0, True)  # or it raises
+        self._one_of_many({**length, **common, "seed": first}, True, [0], 0, short=True)  # or it raises
         return finished(self.scheduler(max_rows, PrefixStore(KEPT)), prompts, request_of)
 
     def _one_of_many(

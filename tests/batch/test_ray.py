@@ -31,10 +31,10 @@ def loaded(log, target, drafts, **options):
     decoder, path = made(), Path(log) / f"{os.getpid()}"
     request = decoder._one_of_many
 
-    def noted(common, keep_stop_string, prompt, number):
+    def noted(common, keep_stop_string, prompt, number, **more):
         with path.open("a") as file:
             file.write(f"{prompt['prompt']}\n" if isinstance(prompt, dict) else "")  # options are tried out first
-        return request(common, keep_stop_string, prompt, number)
+        return request(common, keep_stop_string, prompt, number, **more)
 
     path.touch()
     decoder._one_of_many = noted

@@ -144,8 +144,8 @@ def test_prompts_are_asked_for_as_they_are_needed_and_rows_are_forgotten(target)
             asked.append(number)
             yield MANY[number % len(MANY)]
 
-    def watched(*given):
-        rows.add(row := make(*given))
+    def watched(*given, **more):
+        rows.add(row := make(*given, **more))
         return row
 
     made._one_of_many = watched
