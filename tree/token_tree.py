@@ -449,8 +449,7 @@ def _check_distributions(nodes: Nodes, kind: Kind) -> None:
             raise TreeError(f"node {parent}: the distribution that draft {draft} drew its children from is missing")
         if distribution.ndim != 1 or token >= len(distribution) or not distribution[token] > 0:
             raise TreeError(f"node {node}: token {token} has no probability in the distribution it was drawn from")
-        total = float(distribution.sum())
-        if not abs(total - 1) <= ROUNDED:
+        if (parent, draft) not in used and not abs((total := float(distribution.sum())) - 1) <= ROUNDED:
             raise TreeError(f"node {parent}: what draft {draft} drew from sums to {total:g}, not to 1")
         used.add((parent, draft))
     if unused := distributions.keys() - used:
